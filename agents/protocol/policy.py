@@ -1,0 +1,92 @@
+"""What an engine's owner allows: the policy, as people write it in TOML and over REST.
+
+A field that this version does not obey yet is refused by name: a policy that is silently ignored is worse
+than none.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ...vmm.tags import INIT_ONLY_TAGS, KEEPS_CONTENTS, TAG_PATTERN, WEIGHT_TAGS, RestoreMode
+
+NOT_OBEYED_YET: Final = {
+    "on_pressure": "lending under host-memory pressure",
+    "pressure_free_bytes_min": "lending under host-memory pressure",
+    "idle_seconds_min": "lending when idle",
+    "windows": "lending in time windows",
+    "share": "more than one owner of a device at a time",
+    "recall_waiting_seconds": "recalling a loan for waiting traffic",
+    "parks_per_hour_max": "a park budget",
+    "awake_seconds_min": "a minimum time awake",
+    "min_serving": "a minimum number of serving engines",
+    "preempt": "preemption by policy",
+}
+
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+
+
+class CanaryPolicy(BaseModel):
+    """The fixed greedy prompt whose answer must be the same before and after a loan."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt: Annotated[str, Field(min_length=1, max_length=4096)] = "The quick brown fox"
+    tokens: Annotated[int, Field(ge=1, le=256)] = 8
+    deadline_seconds: Seconds = 60.0
+    logprob_tolerance: Annotated[float, Field(ge=0, le=10)] = 1e-3
+
+
+class EnginePolicy(BaseModel):
+    """How and when one engine may be lent. Times are seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    restore_modes: dict[str, RestoreMode] = Field(
+        default_factory=lambda: {"model_weights": RestoreMode.CPU, "kv_cache": RestoreMode.NONE}
+    )
+    when: Literal["manual", "always"] = "manual"
+    drain_seconds_max: Seconds = 60.0
+    on_drain_deadline: Literal["abort_loan", "abort_requests"] = "abort_loan"
+    park_call_seconds_max: Seconds = 300.0
+    settle_seconds_max: Seconds = 15.0
+    settle_samples: Annotated[int, Field(ge=1, le=100)] = 3
+    resume_seconds_max: Seconds = 300.0
+    park_seconds_max: Seconds = 4 * 3600.0
+    gate: Literal["hold", "refuse"] = "hold"
+    hold_requests_max: Annotated[int, Field(ge=0, le=100_000)] = 1000
+    hold_seconds_max: Seconds = 600.0
+    restart: Literal["after_loan", "now", "never"] = "after_loan"
+    canary: CanaryPolicy | Literal["off"] = Field(default_factory=CanaryPolicy)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_obeyed(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            for name in value:
+                if name in NOT_OBEYED_YET:
+                    raise ValueError(
+                        f"{name}: this version does not do {NOT_OBEYED_YET[name]} yet; leave the field out"
+                    )
+            if value.get("when") in ("window", "idle"):
+                raise ValueError(f"when: {value['when']!r} is not obeyed yet; use 'manual' or 'always'")
+        return value
+
+    @field_validator("restore_modes")
+    @classmethod
+    def _check_tags(cls, modes: dict[str, RestoreMode]) -> dict[str, RestoreMode]:
+        if not modes:
+            raise ValueError("name at least one tag, for example {'model_weights': 'CPU'}")
+        for tag, mode in modes.items():
+            if not TAG_PATTERN.fullmatch(tag):
+                raise ValueError(f"tag {tag!r}: a tag is lower-case letters, digits and underscores")
+            if tag in INIT_ONLY_TAGS:
+                raise ValueError(f"tag {tag!r} is an initialization-only tag and cannot be released")
+            if tag in WEIGHT_TAGS and mode not in KEEPS_CONTENTS:
+                raise ValueError(
+                    f"tag {tag!r}: mode {mode} loses the weights and this engine cannot reload them;"
+                    " use CPU or PINNED"
+                )
+        return modes

@@ -1,0 +1,419 @@
+"""What goes over the wire between scheduler and agents, both ways.
+
+Receivers ignore unknown fields; an unknown kind is answered with ``unsupported`` and changes nothing. Times named
+``at`` are the node's wall clock in seconds since the epoch, for people and history only: no decision compares the
+clocks of two machines. Durations are seconds from receipt. Change a meaning here: bump PROTOCOL_VERSION.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+
+from .loans import LoanEvent, LoanState, LoanStep
+from .policy import EnginePolicy
+
+PROTOCOL_VERSION: Final = 1
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Reason(Message):
+    """Why something is as it is: a stable code, a sentence for people, and the data behind both."""
+
+    code: str
+    sentence: str
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"  # its process runs, it is not healthy yet
+    RUNNING = "running"
+    PARKING = "parking"
+    PARKED = "parked"
+    WAKING = "waking"
+    FAILED = "failed"
+    GONE = "gone"  # no process
+    UNREACHABLE = "unreachable"  # a process, but no answer: never taken for parked
+
+
+class GateState(StrEnum):
+    OPEN = "open"
+    CLOSED = "closed"
+    UNKNOWN = "unknown"
+
+
+class AttemptState(StrEnum):
+    PLACED = "placed"
+    STARTING = "starting"
+    RUNNING = "running"
+    SUSPENDED = "suspended"
+    STOPPING = "stopping"
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+
+
+class AttemptEnd(StrEnum):
+    EXITED = "exited"
+    SIGNALLED = "signalled"
+    TIMED_OUT = "timed_out"  # the job's own limit
+    CANCELLED = "cancelled"
+    PREEMPTED = "preempted"  # the loan had to end; the job is queued again
+    NOT_STARTED = "not_started"  # proved: the job is queued again
+    SPAWN_FAILED = "spawn_failed"  # the command could not be executed
+    RUNNER_LOST = "runner_lost"
+    NODE_REBOOTED = "node_rebooted"
+
+
+class OccupancyKind(StrEnum):
+    SERVING = "serving"
+    IDLE = "idle"
+    DRAINING = "draining"
+    PARKING = "parking"
+    SETTLING = "settling"
+    JOB = "job"
+    RECALLING = "recalling"
+    WAKING = "waking"
+    VERIFYING = "verifying"
+    FAULTED = "faulted"
+    EMPTY = "empty"
+    FOREIGN = "foreign"
+    QUARANTINED = "quarantined"
+    UNKNOWN = "unknown"
+
+
+class ProcessIdentity(Message):
+    """One process, told apart from a later one with the same pid."""
+
+    boot_id: str
+    pid: int
+    start_ticks: int  # /proc/PID/stat field 22
+
+
+# ---- orders: scheduler -> agent -------------------------------------------------------------------------------
+
+
+class AttemptSpec(Message):
+    """One execution of a job, with all that the node needs for it."""
+
+    attempt_id: str
+    job_id: str
+    attempt_no: int
+    argv: list[str]
+    env: dict[str, str] = Field(default_factory=dict)
+    workdir: str | None = None
+    device_ids: list[str]
+    hbm_bytes: int  # on each device
+    time_limit_seconds: float | None = None
+    kill_grace_seconds: float = 30.0
+
+
+class OpenLoan(Message):
+    kind: Literal["open_loan"] = "open_loan"
+    loan_id: str
+    epoch: int
+    device_ids: list[str]
+    engine_ids: list[str]  # those that are parked for it; may be empty
+    need_bytes: int  # free bytes that every device must show before the first attempt
+    restore_by_seconds: float | None  # None only where no engine is parked
+    policies: dict[str, EnginePolicy]  # by engine id: the snapshot that rules this loan
+    attempts: list[AttemptSpec]  # those that start as soon as the memory is free
+
+
+class StartAttempt(Message):
+    kind: Literal["start_attempt"] = "start_attempt"
+    loan_id: str
+    attempt: AttemptSpec
+
+
+class StopAttempt(Message):
+    kind: Literal["stop_attempt"] = "stop_attempt"
+    attempt_id: str
+    end: Literal[AttemptEnd.CANCELLED, AttemptEnd.PREEMPTED] = AttemptEnd.CANCELLED
+
+
+class RecallLoan(Message):
+    kind: Literal["recall_loan"] = "recall_loan"
+    loan_id: str
+    reason: str
+    # True: nothing is waiting for the loan any more, so running attempts are not disturbed; the loan ends
+    # only if none is left.
+    only_if_idle: bool = False
+
+
+class SetRestoreBy(Message):
+    kind: Literal["set_restore_by"] = "set_restore_by"
+    loan_id: str
+    restore_by_seconds: float
+
+
+class SetPolicy(Message):
+    kind: Literal["set_policy"] = "set_policy"
+    engine_id: str
+    version: int
+    policy: EnginePolicy
+
+
+class RestartEngine(Message):
+    kind: Literal["restart_engine"] = "restart_engine"
+    engine_id: str
+
+
+class FetchLog(Message):
+    """Asks the agent to POST a stream's bytes to ``/api/v1/agent/logs/{request_id}``."""
+
+    kind: Literal["fetch_log"] = "fetch_log"
+    request_id: str
+    attempt_id: str
+    stream: Literal["stdout", "stderr"]
+    offset: int = 0
+    follow: bool = False
+
+
+class UnknownOrder(Message):
+    """Any kind that this version does not know."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    kind: str
+
+
+def _order_tag(value: Any) -> str:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return kind if kind in _ORDER_KINDS else "unknown"
+
+
+_ORDER_KINDS: Final = frozenset(
+    {
+        "open_loan",
+        "start_attempt",
+        "stop_attempt",
+        "recall_loan",
+        "set_restore_by",
+        "set_policy",
+        "restart_engine",
+        "fetch_log",
+    }
+)
+
+Order = Annotated[
+    Annotated[OpenLoan, Tag("open_loan")]
+    | Annotated[StartAttempt, Tag("start_attempt")]
+    | Annotated[StopAttempt, Tag("stop_attempt")]
+    | Annotated[RecallLoan, Tag("recall_loan")]
+    | Annotated[SetRestoreBy, Tag("set_restore_by")]
+    | Annotated[SetPolicy, Tag("set_policy")]
+    | Annotated[RestartEngine, Tag("restart_engine")]
+    | Annotated[FetchLog, Tag("fetch_log")]
+    | Annotated[UnknownOrder, Tag("unknown")],
+    Discriminator(_order_tag),
+]
+
+ORDER: Final[TypeAdapter[Any]] = TypeAdapter(Order)
+
+
+class OrderEnvelope(Message):
+    """One line of the NDJSON stream. ``seq`` rises per node; a line with seq 0 is a keep-alive without an order."""
+
+    seq: int
+    term: int = 0
+    incarnation: int = 0
+    order: Order | None = None
+
+
+# ---- reports: agent -> scheduler ------------------------------------------------------------------------------
+
+
+class LoanChanged(Message):
+    """The loan's machine took ``event``. ``engine_lost`` marks a loan that goes on without its engine."""
+
+    kind: Literal["loan_changed"] = "loan_changed"
+    loan_id: str
+    epoch: int
+    event: LoanEvent | None  # None: the first report, `draining` (or `settling` without an engine)
+    state: LoanState
+    reason: Reason | None = None
+    engine_id: str | None = None
+    engine_lost: bool = False
+
+
+class LoanStepTaken(Message):
+    kind: Literal["loan_step"] = "loan_step"
+    loan_id: str
+    step: LoanStep
+    engine_id: str | None = None
+    attempt_id: str | None = None
+    monotonic_seconds: float  # the node's clock since boot: differences are exact
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class AttemptChanged(Message):
+    kind: Literal["attempt_changed"] = "attempt_changed"
+    attempt_id: str
+    job_id: str
+    loan_id: str
+    state: AttemptState
+    end: AttemptEnd | None = None  # only with `ended`
+    exit_code: int | None = None
+    signal: int | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    peak_hbm_bytes: int | None = None
+    cleanup: Reason | None = None  # trouble after the end; it never changes the result
+    reason: Reason | None = None
+    processes: dict[str, ProcessIdentity] = Field(default_factory=dict)  # "runner", "job"
+
+
+class EngineChanged(Message):
+    kind: Literal["engine_changed"] = "engine_changed"
+    engine_id: str
+    name: str
+    engine_kind: str
+    models: list[str]
+    device_ids: list[str]
+    supervised: bool
+    state: EngineState
+    gate: GateState
+    verified: bool  # healthy once, golden answer taken: it may be lent
+    incarnation: str | None = None
+    device_bytes: dict[str, int] = Field(default_factory=dict)  # that its processes hold, by device id
+    residual_bytes: dict[str, int] = Field(default_factory=dict)  # that it kept in its last park, by device id
+    policy_version: int = 0  # the newest that the agent has put into effect
+    processes: dict[str, ProcessIdentity] = Field(default_factory=dict)
+    endpoint: str | None = None  # where clients reach it: the gate, never the engine itself
+    reason: Reason | None = None
+
+
+class DeviceProcess(Message):
+    pid: int
+    bytes: int
+    owner: Literal["engine", "job", "foreign"]
+    owner_id: str | None = None
+
+
+class DeviceObserved(Message):
+    kind: Literal["device_observed"] = "device_observed"
+    device_id: str  # the device's own UUID
+    index: int
+    device_kind: str  # host_discrete, host_unified, cuda
+    capacity_bytes: int
+    free_bytes: int
+    processes: list[DeviceProcess] = Field(default_factory=list)
+    quarantined: Reason | None = None
+
+
+class OccupancyChanged(Message):
+    """From ``at`` on the device is in use for ``occupancy``; the interval before it ends there."""
+
+    kind: Literal["occupancy_changed"] = "occupancy_changed"
+    device_id: str
+    occupancy: OccupancyKind
+    owner_id: str | None = None  # engine id, or attempt id for `job`
+    loan_id: str | None = None
+
+
+class Alert(Message):
+    kind: Literal["alert"] = "alert"
+    severity: Literal["info", "warning", "critical"]
+    code: str
+    sentence: str
+    engine_id: str | None = None
+    loan_id: str | None = None
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class OrderAnswer(Message):
+    """``refused`` and ``stale`` changed nothing. For a refused StartAttempt the attempt's end is reported apart."""
+
+    kind: Literal["order_answer"] = "order_answer"
+    seq: int
+    outcome: Literal["accepted", "refused", "stale", "unsupported"]
+    detail: str = ""
+
+
+Report = Annotated[
+    LoanChanged
+    | LoanStepTaken
+    | AttemptChanged
+    | EngineChanged
+    | DeviceObserved
+    | OccupancyChanged
+    | Alert
+    | OrderAnswer,
+    Field(discriminator="kind"),
+]
+
+
+class ReportEnvelope(Message):
+    """``id`` rises by one within a journal; the scheduler drops what it has already taken."""
+
+    id: int
+    at: float
+    report: Report
+
+
+class ReportBatch(Message):
+    """At most 500 reports. ``reports`` holds raw objects so that one unknown kind does not lose the batch."""
+
+    node_id: str
+    incarnation: int
+    journal_id: str
+    reports: list[dict[str, Any]]
+
+
+class ReportsAnswer(Message):
+    acknowledged: int  # the highest id taken; everything up to it may be forgotten
+    unsupported: list[int] = Field(default_factory=list)
+
+
+# ---- registration ---------------------------------------------------------------------------------------------
+
+
+class HeldLoan(Message):
+    loan_id: str
+    epoch: int
+    state: LoanState
+    device_ids: list[str]
+    engine_ids: list[str]
+    attempt_ids: list[str]  # not yet ended
+
+
+class EngineDeclared(Message):
+    engine: EngineChanged
+    policy: EnginePolicy  # from the agent's TOML: seeds the row in SQL
+    policy_locked: bool = False  # the TOML rules; PUT is refused
+
+
+class Register(Message):
+    protocol_version: int = PROTOCOL_VERSION
+    node_id: str
+    name: str
+    version: str
+    boot_id: str
+    machine_id: str
+    journal_id: str
+    devices: list[DeviceObserved]
+    engines: list[EngineDeclared]
+    loans: list[HeldLoan]
+    attempts: list[AttemptChanged]  # live ones, and ended ones not yet acknowledged
+
+
+class PolicyInForce(Message):
+    engine_id: str
+    version: int
+    policy: EnginePolicy
+
+
+class Registered(Message):
+    incarnation: int
+    term: int
+    lease_seconds: float
+    orders_after: int  # orders up to this seq are over for this node
+    acknowledged: int  # reports up to this id of this journal were taken
+    recall_loans: list[str] = Field(default_factory=list)  # unknown to the scheduler, or over there
+    stop_attempts: list[str] = Field(default_factory=list)  # likewise
+    policies: list[PolicyInForce] = Field(default_factory=list)
