@@ -1,0 +1,252 @@
+"""What the API sends: never a table, never the scheduler's own snapshot.
+
+The client reads answers with the same classes and ignores members that it does not know. Times are ISO 8601 in UTC.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from ..agents.protocol.loans import LoanState, LoanStep
+from ..agents.protocol.policy import EnginePolicy
+from ..agents.protocol.wire import AttemptEnd, AttemptState, DeviceProcess, EngineState, GateState, OccupancyKind
+
+
+def _as_utc(value: datetime) -> datetime:
+    return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+Time = Annotated[datetime, AfterValidator(_as_utc)]
+
+
+class View(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class ReasonView(View):
+    """Why something is as it is, or why a job waits."""
+
+    code: str
+    sentence: str
+    since: Time | None = None
+    next_check: Time | None = None
+    data: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+
+class Attempt(View):
+    """One execution of a job."""
+
+    id: str
+    job_id: str
+    no: int
+    state: AttemptState
+    end: AttemptEnd | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    node_id: str
+    device_ids: list[str]
+    loan_id: str | None = None
+    created_at: Time | None = None
+    started_at: Time | None = None
+    ended_at: Time | None = None
+    peak_hbm_bytes: int | None = None
+    reason: ReasonView | None = None
+    cleanup: ReasonView | None = None
+
+
+class Job(View):
+    """A job with its reasons and attempts. ``cleanup_state`` and ``engine_restore_state`` never change its result."""
+
+    id: str
+    name: str | None = None
+    state: str
+    argv: list[str]
+    env: dict[str, str] = Field(default_factory=dict[str, str])
+    workdir: str | None = None
+    priority: int = 0
+    project: str | None = None
+    gpus: int = 1
+    hbm_bytes: int | None = None
+    time_limit_seconds: float | None = None
+    kill_grace_seconds: float | None = None
+    created_at: Time
+    queued_at: Time | None = None
+    started_at: Time | None = None
+    ended_at: Time | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    failure_reason: str | None = None
+    reasons: list[ReasonView] = Field(default_factory=list[ReasonView])
+    attempt_no: int = 0
+    attempts: list[Attempt] = Field(default_factory=list[Attempt])
+    loan_id: str | None = None
+    cleanup_state: str | None = None
+    engine_restore_state: str | None = None
+    submitted_by: str
+
+
+class Engine(View):
+    """A resident inference server and where it stands."""
+
+    id: str
+    name: str
+    kind: str
+    models: list[str]
+    node_id: str
+    device_ids: list[str]
+    supervised: bool
+    state: EngineState
+    gate: GateState
+    verified: bool
+    incarnation: str | None = None
+    device_bytes: dict[str, int] = Field(default_factory=dict[str, int])
+    residual_bytes: dict[str, int] = Field(default_factory=dict[str, int])
+    policy_version: int
+    policy_version_in_force: int
+    policy_locked: bool = False
+    endpoint: str | None = None
+    reason: ReasonView | None = None
+    loan_id: str | None = None
+
+
+class PolicyView(View):
+    """An engine's policy. ``version`` is also the ETag; ``version_in_force`` is what its agent obeys."""
+
+    engine_id: str
+    version: int
+    version_in_force: int
+    locked: bool = False
+    policy: EnginePolicy
+
+
+class Device(View):
+    id: str
+    node_id: str
+    index: int
+    kind: str
+    capacity_bytes: int
+    free_bytes: int
+    processes: list[DeviceProcess] = Field(default_factory=list[DeviceProcess])
+    quarantined: ReasonView | None = None
+    engine_ids: list[str] = Field(default_factory=list[str])
+    loan_id: str | None = None
+
+
+class Node(View):
+    id: str
+    name: str
+    state: str
+    version: str | None = None
+    last_seen_at: Time | None = None
+    devices: list[Device] = Field(default_factory=list[Device])
+    engine_ids: list[str] = Field(default_factory=list[str])
+
+
+class LoanStepView(View):
+    """One step that the agent has taken. Differences of ``monotonic_seconds`` are exact within one boot."""
+
+    step: LoanStep
+    at: Time
+    monotonic_seconds: float
+    engine_id: str | None = None
+    attempt_id: str | None = None
+    data: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+
+class Loan(View):
+    """The time for which a set of devices is lent. ``steps`` come only with a single loan."""
+
+    id: str
+    node_id: str
+    state: LoanState
+    epoch: int
+    device_ids: list[str]
+    engine_ids: list[str]
+    job_ids: list[str] = Field(default_factory=list[str])
+    need_bytes: int
+    engine_lost: bool = False
+    reason: ReasonView | None = None
+    opened_at: Time
+    closed_at: Time | None = None
+    restore_by: Time | None = None
+    steps: list[LoanStepView] = Field(default_factory=list[LoanStepView])
+
+
+class Event(View):
+    """Something that happened. ``seq`` rises; pass the last one seen to go on from there."""
+
+    seq: int
+    at: Time
+    type: str
+    subject_id: str | None = None
+    principal: str | None = None
+    data: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+
+class UsageInterval(View):
+    """What one device was in use for from ``since`` to ``until`` (null: still)."""
+
+    device_id: str
+    occupancy: OccupancyKind
+    owner_id: str | None = None
+    loan_id: str | None = None
+    since: Time
+    until: Time | None = None
+
+
+class Version(View):
+    version: str
+    protocol_version: int
+    api: str = "v1"
+
+
+class JobPage(View):
+    items: list[Job]
+    next_cursor: str | None = None
+
+
+class AttemptList(View):
+    items: list[Attempt]
+
+
+class EngineList(View):
+    items: list[Engine]
+
+
+class NodeList(View):
+    items: list[Node]
+
+
+class LoanPage(View):
+    items: list[Loan]
+    next_cursor: str | None = None
+
+
+class EventPage(View):
+    items: list[Event]
+    next_seq: int
+
+
+class UsageList(View):
+    since: Time
+    until: Time
+    items: list[UsageInterval]
+
+
+class FieldError(View):
+    field: str
+    message: str
+
+
+class ProblemView(View):
+    """RFC 9457. ``code`` is stable; further members depend on it."""
+
+    type: str
+    title: str
+    status: int
+    code: str
+    detail: str
+    errors: list[FieldError] = Field(default_factory=list[FieldError])
