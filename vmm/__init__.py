@@ -1,0 +1,113 @@
+"""Tagged device memory that an engine gives back while it is parked and takes again at the same addresses.
+
+Names load their module at first use: importing this package imports neither torch nor anything outside the standard
+library, because it lives inside other people's engines.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from .blocks import Allocation
+    from .driver import Access, Driver, Handle
+    from .errors import (
+        AdmissionClosed,
+        AlreadyParked,
+        ContentsLost,
+        DrainTimeout,
+        DriverError,
+        LayoutChanged,
+        LedgerBusy,
+        LullMemoryError,
+        OutOfDeviceMemory,
+        OutOfHostMemory,
+        RuntimeFailed,
+        TransitionInProgress,
+        TransitionRefused,
+        UnsupportedMode,
+    )
+    from .host_device import HostDevice, ProcessKey
+    from .host_driver import HostDriver
+    from .lifecycle import MemoryState
+    from .pool import Pool
+    from .runtime import MemoryStatus, Runtime
+    from .tags import InvalidTag, RestoreMode
+    from .torch_scope import host_tensor, move_module
+
+_MODULE_OF: Final = {
+    "Access": "driver",
+    "AdmissionClosed": "errors",
+    "Allocation": "blocks",
+    "AlreadyParked": "errors",
+    "ContentsLost": "errors",
+    "DrainTimeout": "errors",
+    "Driver": "driver",
+    "DriverError": "errors",
+    "Handle": "driver",
+    "HostDevice": "host_device",
+    "HostDriver": "host_driver",
+    "InvalidTag": "tags",
+    "LayoutChanged": "errors",
+    "LedgerBusy": "errors",
+    "LullMemoryError": "errors",
+    "MemoryState": "lifecycle",
+    "MemoryStatus": "runtime",
+    "OutOfDeviceMemory": "errors",
+    "OutOfHostMemory": "errors",
+    "Pool": "pool",
+    "ProcessKey": "host_device",
+    "RestoreMode": "tags",
+    "Runtime": "runtime",
+    "RuntimeFailed": "errors",
+    "TransitionInProgress": "errors",
+    "TransitionRefused": "errors",
+    "UnsupportedMode": "errors",
+    "host_tensor": "torch_scope",
+    "move_module": "torch_scope",
+}
+
+__all__ = [
+    "Access",
+    "AdmissionClosed",
+    "Allocation",
+    "AlreadyParked",
+    "ContentsLost",
+    "DrainTimeout",
+    "Driver",
+    "DriverError",
+    "Handle",
+    "HostDevice",
+    "HostDriver",
+    "InvalidTag",
+    "LayoutChanged",
+    "LedgerBusy",
+    "LullMemoryError",
+    "MemoryState",
+    "MemoryStatus",
+    "OutOfDeviceMemory",
+    "OutOfHostMemory",
+    "Pool",
+    "ProcessKey",
+    "RestoreMode",
+    "Runtime",
+    "RuntimeFailed",
+    "TransitionInProgress",
+    "TransitionRefused",
+    "UnsupportedMode",
+    "host_tensor",
+    "move_module",
+]
+
+
+def __getattr__(name: str) -> object:
+    try:
+        module = _MODULE_OF[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    return getattr(import_module(f".{module}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -55,11 +55,7 @@ def normalize_tags(tags: Iterable[str] | None, known: Iterable[str]) -> tuple[st
         raise InvalidTag("Runtime memory tags must not be empty.")
     for tag in chosen:
         if tag in INIT_ONLY_TAGS:
-            raise InvalidTag(
-                f"Runtime memory tag '{tag}' is an initialization-only tag and cannot be released."
-            )
+            raise InvalidTag(f"Runtime memory tag '{tag}' is an initialization-only tag and cannot be released.")
         if tag not in allowed:
-            raise InvalidTag(
-                f"Invalid runtime memory tag '{tag}'. Expected one of: {', '.join(sorted(allowed))}"
-            )
+            raise InvalidTag(f"Invalid runtime memory tag '{tag}'. Expected one of: {', '.join(sorted(allowed))}")
     return chosen

@@ -1,0 +1,95 @@
+"""One allocation's physical side: its handle, its mapping, its backup, and the steps between them.
+
+Every step looks at what is there already, so that a step that raised can be asked for again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .backup import Backup, CopyTask
+from .driver import Access, Driver, Handle
+from .tags import KEEPS_CONTENTS, RestoreMode
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Allocation:
+    """What a pool's user holds. ``address`` and ``nbytes`` are fixed for its life; the pool owns the rest."""
+
+    address: int
+    nbytes: int
+    reserved_bytes: int  # nbytes rounded up to the device's granularity: what it takes there
+    tag: str
+    mode: RestoreMode
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    allocation: Allocation
+    handle: Handle | None = None
+    mapped: bool = False
+    contents_here: bool = False  # the handle holds what the user wrote
+    sealed: bool = False  # mapped read-only, so the clean backup stays clean
+    backup: Backup | None = None
+
+    @property
+    def keeps_contents(self) -> bool:
+        return self.allocation.mode in KEEPS_CONTENTS
+
+    @property
+    def needs_copy_out(self) -> bool:
+        return self.keeps_contents and not (self.backup is not None and self.backup.clean)
+
+    @property
+    def contents_lost(self) -> bool:
+        """Owed to its user, and nowhere."""
+        return self.keeps_contents and not self.contents_here and not (self.backup is not None and self.backup.clean)
+
+    def create(self, driver: Driver) -> None:
+        if self.handle is None:
+            self.handle = driver.create(self.allocation.reserved_bytes)
+
+    def attach(self, driver: Driver) -> None:
+        assert self.handle is not None, "create comes first"
+        address, nbytes = self.allocation.address, self.allocation.reserved_bytes
+        if not self.mapped:
+            driver.map(address, nbytes, self.handle)
+            self.mapped = True
+        driver.set_access(address, nbytes, Access.READ_WRITE)
+        self.sealed = False
+
+    def detach(self, driver: Driver) -> None:
+        if self.mapped:
+            driver.unmap(self.allocation.address, self.allocation.reserved_bytes)
+            self.mapped = self.sealed = False
+        if self.handle is not None:
+            driver.release(self.handle)
+            self.handle = None
+            self.contents_here = False
+
+    def seal(self, driver: Driver) -> None:
+        if self.keeps_contents and not self.sealed:
+            driver.set_access(self.allocation.address, self.allocation.reserved_bytes, Access.READ)
+            self.sealed = True
+
+    def copy_out(self) -> CopyTask:
+        assert self.backup is not None, "the backup is allocated first"
+        return CopyTask(self.backup.address, self.allocation.address, self.allocation.nbytes)
+
+    def copy_in(self) -> CopyTask:
+        assert self.backup is not None, "a parked block that keeps its contents has a backup"
+        assert self.backup.clean, "never restore from half a backup"
+        return CopyTask(self.allocation.address, self.backup.address, self.allocation.nbytes)
+
+    def settle_backup(self) -> None:
+        """The contents are in place and may change from now on, unless they are sealed."""
+        if self.backup is None or self.sealed:
+            return
+        self.backup.clean = False
+        if not self.backup.pinned:
+            self.free_backup()
+
+    def free_backup(self) -> None:
+        if self.backup is not None:
+            self.backup.free()
+            self.backup = None

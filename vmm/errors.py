@@ -1,0 +1,117 @@
+"""What can go wrong with memory. An error says what is still true, and whether asking again can help.
+
+LullMemoryError
+├── OutOfDeviceMemory     no room on the device; nothing changed, ask again when there is room
+├── OutOfHostMemory       no room in host memory for a backup or for host-device pages; nothing changed
+├── DriverError           a driver call was refused or misused; that call changed nothing
+│   └── LedgerBusy        another process keeps the device's ledger locked
+├── UnsupportedMode       this device cannot honour the restore mode
+├── LayoutChanged         an allocation would change the layout of a tag that is parked
+├── ContentsLost          a park or wake failed and could not be rolled back; says which tags lost what
+├── AdmissionClosed       work was offered while memory is not running
+├── DrainTimeout          work in flight did not end in time; nothing was released
+└── TransitionRefused     the request does not fit the present state; nothing changed
+    ├── AlreadyParked         more tags than are parked were asked for
+    ├── TransitionInProgress  a park or wake is under way
+    └── RuntimeFailed         memory is failed for good: replace the process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class LullMemoryError(RuntimeError):
+    """Base of every error of the memory library."""
+
+
+class OutOfDeviceMemory(LullMemoryError):
+    def __init__(self, requested_bytes: int, free_bytes: int, capacity_bytes: int, limit: str = "the device") -> None:
+        super().__init__(
+            f"out of device memory: {requested_bytes} bytes requested, {free_bytes} of {capacity_bytes} bytes of "
+            f"{limit} are free; free memory or ask for less, then try again"
+        )
+        self.requested_bytes = requested_bytes
+        self.free_bytes = free_bytes
+        self.capacity_bytes = capacity_bytes
+
+
+class OutOfHostMemory(LullMemoryError):
+    def __init__(self, requested_bytes: int, available_bytes: int, purpose: str) -> None:
+        super().__init__(
+            f"out of host memory: {purpose} needs {requested_bytes} bytes and {available_bytes} are available "
+            "(MemAvailable and cgroup limits); free host memory or choose a restore mode without a backup"
+        )
+        self.requested_bytes = requested_bytes
+        self.available_bytes = available_bytes
+
+
+class DriverError(LullMemoryError):
+    def __init__(self, verb: str, reason: str) -> None:
+        super().__init__(f"{verb}: {reason}")
+        self.verb = verb
+        self.reason = reason
+
+
+class LedgerBusy(DriverError):
+    """The lock of the device's ledger could not be had within its bound."""
+
+
+class UnsupportedMode(LullMemoryError, ValueError):
+    pass
+
+
+class LayoutChanged(LullMemoryError):
+    pass
+
+
+class ContentsLost(LullMemoryError):
+    """``lost`` tags have contents nowhere any more, ``parked`` ones in their backups, ``live`` ones in place."""
+
+    def __init__(self, during: str, *, lost: Iterable[str], parked: Iterable[str], live: Iterable[str]) -> None:
+        self.lost = tuple(sorted(lost))
+        self.parked = tuple(sorted(parked))
+        self.live = tuple(sorted(live))
+        super().__init__(
+            f"{during} failed and could not be rolled back: lost {_names(self.lost)}, still parked "
+            f"{_names(self.parked)}, in place {_names(self.live)}; replace the process"
+        )
+
+
+class AdmissionClosed(LullMemoryError):
+    """The words are TensorRT-LLM's, so that its callers recognise them."""
+
+    def __init__(self, state: str) -> None:
+        super().__init__(f"Cannot enqueue requests while executor admission is {state}")
+        self.state = state
+
+
+class DrainTimeout(LullMemoryError):
+    def __init__(self, in_flight: int, seconds: float) -> None:
+        super().__init__(f"{in_flight} request(s) still in flight after draining for {seconds} s; nothing was released")
+        self.in_flight = in_flight
+        self.seconds = seconds
+
+
+class TransitionRefused(LullMemoryError):
+    pass
+
+
+class AlreadyParked(TransitionRefused):
+    def __init__(self, requested: Iterable[str], parked: Iterable[str]) -> None:
+        super().__init__(
+            f"Cannot release {_names(sorted(requested))}: memory is already parked with {_names(sorted(parked))}; "
+            "resume first"
+        )
+
+
+class TransitionInProgress(TransitionRefused):
+    pass
+
+
+class RuntimeFailed(TransitionRefused):
+    pass
+
+
+def _names(tags: Iterable[str]) -> str:
+    return f"[{', '.join(tags)}]"

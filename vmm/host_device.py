@@ -1,0 +1,225 @@
+"""The host-memory device: a directory that all its processes share, with the ledger of who holds how much of it.
+
+``device.json`` says what the device is and never changes. ``ledger`` is replaced whole, by rename, under the lock of
+``ledger.lock``: so a reader needs no lock, and a writer killed halfway leaves the old ledger. A row belongs to a
+process (pid and start time); rows of dead processes count for nothing and go with the next write. Several rows with
+one key are one piece of memory, charged once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from uuid import uuid4
+
+from . import host_memory
+from .errors import LedgerBusy, OutOfDeviceMemory
+
+KINDS: Final = ("discrete", "unified")
+ENVIRONMENT_NAME: Final = "LULL_HOST_DEVICE"
+
+_UUID_PATTERN: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
+_LOCK_SECONDS_MAX: Final = 30.0
+_LOCK_POLL_SECONDS: Final = 0.001
+
+
+class ProcessKey(NamedTuple):
+    pid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """One process's hold on one piece of device memory."""
+
+    key: str
+    pid: int
+    start_ticks: int
+    nbytes: int
+    owner: str | None
+
+    @property
+    def process(self) -> ProcessKey:
+        return ProcessKey(self.pid, self.start_ticks)
+
+
+def process_key(pid: int) -> ProcessKey | None:
+    """The process's identity, or None if it is gone. A zombie holds no memory and counts as gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = stat.rpartition(")")[2].split()
+        # A leader may be a zombie while other threads still use the memory.
+        if fields[0] in "ZX" and len(os.listdir(f"/proc/{pid}/task")) <= 1:
+            return None
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return ProcessKey(pid, int(fields[19]))
+
+
+class HostDevice:
+    """An opened device directory. Holds no memory and no lock of its own; cheap to make."""
+
+    def __init__(self, path: Path, *, uuid: str, kind: str, capacity_bytes: int) -> None:
+        self.path = path
+        self.uuid = uuid
+        self.kind = kind
+        self.capacity_bytes = capacity_bytes
+
+    @classmethod
+    def create(cls, path: Path, *, capacity_bytes: int, kind: str = "discrete", uuid: str | None = None) -> HostDevice:
+        """Makes the directory, or opens it if it is there already and says the same; else ValueError."""
+        if kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}; a host device is one of {', '.join(KINDS)}")
+        if capacity_bytes <= 0:
+            raise ValueError(f"capacity_bytes is {capacity_bytes}; it must be positive")
+        if uuid is not None and not _UUID_PATTERN.fullmatch(uuid):
+            raise ValueError(f"uuid is {uuid!r}; use at most 64 letters, digits and hyphens")
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        description = {
+            "uuid": uuid or f"HOST-{uuid4()}",
+            "kind": kind,
+            "capacity_bytes": capacity_bytes,
+            "created_at": time.time(),
+        }
+        draft = path / f"device.json.{os.getpid()}.{uuid4().hex}"
+        draft.write_text(json.dumps(description), encoding="utf-8")
+        try:
+            os.link(draft, path / "device.json")  # fails if it exists: one of two makers wins
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+        device = cls.open(path)
+        if (device.capacity_bytes, device.kind) != (capacity_bytes, kind) or uuid not in (None, device.uuid):
+            raise ValueError(
+                f"{path} is a {device.kind} device of {device.capacity_bytes} bytes with uuid {device.uuid}, not "
+                f"{kind} of {capacity_bytes} bytes; remove the directory or ask for the same"
+            )
+        return device
+
+    @classmethod
+    def open(cls, path: Path) -> HostDevice:
+        try:
+            description = json.loads((path / "device.json").read_text(encoding="utf-8"))
+            return cls(
+                path,
+                uuid=str(description["uuid"]),
+                kind=str(description["kind"]),
+                capacity_bytes=int(description["capacity_bytes"]),
+            )
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path} is not a host device: it has no device.json") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path / 'device.json'} does not describe a host device: {error}") from error
+
+    @classmethod
+    def from_environment(cls) -> list[HostDevice]:
+        """The devices in LULL_HOST_DEVICE, in the job's order; none if it is not set."""
+        value = os.environ.get(ENVIRONMENT_NAME, "")
+        return [cls.open(Path(part)) for part in value.split(":") if part]
+
+    def free_bytes(self) -> int:
+        free_bytes = max(0, self.capacity_bytes - _sum_by_key_bytes(self.charges()))
+        if self.kind == "unified":
+            return min(free_bytes, host_memory.available_bytes())
+        return free_bytes
+
+    def used_bytes_by_process(self) -> dict[ProcessKey, int]:
+        """What each living process holds; shared memory counts for each holder, so the sum may exceed what is used."""
+        used: dict[ProcessKey, int] = {}
+        for charge in self.charges():
+            used[charge.process] = used.get(charge.process, 0) + charge.nbytes
+        return used
+
+    def charges(self) -> list[Charge]:
+        """The rows of living processes."""
+        return _living(self._read())
+
+    def charge(self, row: Charge, owner_bytes_max: int | None) -> None:
+        """Adds a row if it fits; else OutOfDeviceMemory and nothing has changed."""
+        with self._locked():
+            rows = _living(self._read())
+            if not any(other.key == row.key for other in rows):
+                self._require_room(row.nbytes, rows)
+            if row.owner is not None and owner_bytes_max is not None:
+                _require_owner_room(row, rows, owner_bytes_max)
+            if not any(other.key == row.key and other.process == row.process for other in rows):
+                rows.append(row)
+            self._write(rows)
+
+    def discharge(self, keys: set[str], process: ProcessKey) -> None:
+        with self._locked():
+            rows = _living(self._read())
+            self._write([row for row in rows if not (row.key in keys and row.process == process)])
+
+    def _require_room(self, nbytes: int, rows: list[Charge]) -> None:
+        free_bytes = self.capacity_bytes - _sum_by_key_bytes(rows)
+        if nbytes > free_bytes:
+            raise OutOfDeviceMemory(nbytes, max(0, free_bytes), self.capacity_bytes)
+
+    def _read(self) -> list[Charge]:
+        try:
+            text = (self.path / "ledger").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        content: dict[str, Any] = json.loads(text)
+        if content["boot_id"] != _boot_id():
+            return []  # nothing survives a reboot, and pids and start times repeat
+        return [Charge(**row) for row in content["rows"]]
+
+    def _write(self, rows: list[Charge]) -> None:
+        content = {"boot_id": _boot_id(), "rows": [asdict(row) for row in rows]}
+        draft = self.path / "ledger.new"  # one name: we hold the lock
+        draft.write_text(json.dumps(content), encoding="utf-8")
+        draft.replace(self.path / "ledger")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fd = os.open(self.path / "ledger.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            deadline = time.monotonic() + _LOCK_SECONDS_MAX
+            while not _try_lock(fd):
+                if time.monotonic() > deadline:
+                    raise LedgerBusy("ledger", f"{self.path / 'ledger.lock'} was locked for {_LOCK_SECONDS_MAX} s")
+                time.sleep(_LOCK_POLL_SECONDS)
+            yield
+        finally:
+            os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _living(rows: list[Charge]) -> list[Charge]:
+    now_alive = {pid: process_key(pid) for pid in {row.pid for row in rows}}
+    return [row for row in rows if now_alive[row.pid] == row.process]
+
+
+def _sum_by_key_bytes(rows: list[Charge]) -> int:
+    return sum({row.key: row.nbytes for row in rows}.values())
+
+
+def _require_owner_room(row: Charge, rows: list[Charge], owner_bytes_max: int) -> None:
+    held = {other.key: other.nbytes for other in rows if other.owner == row.owner}
+    if row.key in held:
+        return
+    free_bytes = owner_bytes_max - sum(held.values())
+    if row.nbytes > free_bytes:
+        raise OutOfDeviceMemory(row.nbytes, max(0, free_bytes), owner_bytes_max, limit=f"the limit of {row.owner}")
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -1,0 +1,358 @@
+"""The Driver of the host-memory device: a handle is a memfd, a mapping is mmap, the shared ledger says out of memory.
+
+Pages are committed at create and belong to the memfd alone, so its st_blocks is the truth that others may measure. A
+handle is gone when it is released and mapped nowhere; then its descriptor is closed and its bytes are discharged. As
+with CUDA, nothing of it can be used after a fork: mappings are not inherited, a forked child drops the descriptors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import os
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+from uuid import uuid4
+
+from . import host_memory
+from .driver import Access, Handle
+from .errors import DriverError, LedgerBusy, LullMemoryError, OutOfHostMemory
+from .host_device import Charge, HostDevice, process_key
+
+OWNER_ENVIRONMENT_NAME: Final = "LULL_ATTEMPT"
+OWNER_BYTES_ENVIRONMENT_NAME: Final = "LULL_HBM_BYTES"
+GRANULARITY_BYTES: Final = 2 << 20  # CUDA's usual minimum, and one huge page
+VERBS: Final = frozenset(
+    {
+        "reserve",
+        "free_address",
+        "create",
+        "map",
+        "set_access",
+        "unmap",
+        "release",
+        "export_handle",
+        "import_handle",
+        "copy",
+        "set",
+        "synchronize",
+        "free_bytes",
+    }
+)
+
+_MEMFD_PATTERN: Final = re.compile(r"/memfd:lull:([A-Za-z0-9-]+):([0-9a-f]{32})(?: \(deleted\))?")
+_PROTECTION: Final = {Access.READ: host_memory.PROT_READ, Access.READ_WRITE: host_memory.PROT_READ_WRITE}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Physical:
+    handle: Handle
+    fd: int
+    held: bool = True  # until release
+    mappings: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    nth_call: int
+    error: Exception
+
+
+class HostDriver:
+    """One process's use of one host device."""
+
+    def __init__(
+        self,
+        device: HostDevice,
+        *,
+        owner: str | None = None,
+        owner_bytes_max: int | None = None,
+        granularity_bytes: int = GRANULARITY_BYTES,
+    ) -> None:
+        """``owner`` and its limit default to LULL_ATTEMPT and LULL_HBM_BYTES, which a job finds in its environment."""
+        if granularity_bytes <= 0 or granularity_bytes % os.sysconf("SC_PAGESIZE"):
+            raise ValueError(f"granularity_bytes is {granularity_bytes}; it must be a multiple of the page size")
+        identity = process_key(os.getpid())
+        assert identity is not None, "we are alive"
+        self.device = device
+        self._owner = owner if owner is not None else os.environ.get(OWNER_ENVIRONMENT_NAME)
+        self._owner_bytes_max = owner_bytes_max if owner_bytes_max is not None else _owner_bytes_from_environment()
+        self._granularity_bytes = granularity_bytes
+        self._process = identity
+        self._lock = threading.Lock()  # guards the tables below; never held over a copy or a page fault
+        self._reserved: dict[int, int] = {}
+        self._mapped: dict[int, _Physical] = {}
+        self._physical: dict[str, _Physical] = {}
+        self._undischarged: set[str] = set()
+        self._calls: dict[str, int] = {}
+        self._faults: dict[str, list[_Fault]] = {}
+        _drivers.add(self)
+
+    @property
+    def device_uuid(self) -> str:
+        return self.device.uuid
+
+    @property
+    def unified(self) -> bool:
+        return self.device.kind == "unified"
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.device.capacity_bytes
+
+    def granularity(self) -> int:
+        return self._granularity_bytes
+
+    def free_bytes(self) -> int:
+        self._enter("free_bytes")
+        return self.device.free_bytes()
+
+    def inject(self, verb: str, error: Exception, *, nth_call: int = 1) -> None:
+        """For tests: the ``nth_call``-th call of ``verb`` from now raises ``error`` and changes nothing. Once."""
+        if verb not in VERBS:
+            raise ValueError(f"verb is {verb!r}; expected one of {', '.join(sorted(VERBS))}")
+        if nth_call < 1:
+            raise ValueError(f"nth_call is {nth_call}; the next call is 1")
+        with self._lock:
+            self._faults.setdefault(verb, []).append(_Fault(self._calls.get(verb, 0) + nth_call, error))
+
+    def clear_faults(self) -> None:
+        with self._lock:
+            self._faults.clear()
+
+    def calls(self, verb: str) -> int:
+        """How often ``verb`` was called so far."""
+        with self._lock:
+            return self._calls.get(verb, 0)
+
+    def reserve(self, nbytes: int) -> int:
+        self._enter("reserve", nbytes)
+        # Over-reserve, then cut both ends: mmap aligns to pages only.
+        slack_bytes = self._granularity_bytes
+        with _os_errors_as("reserve"):
+            start = host_memory.map_pages(None, nbytes + slack_bytes, host_memory.PROT_NONE, host_memory.RESERVED)
+            address = -(-start // slack_bytes) * slack_bytes
+            if address > start:
+                host_memory.unmap_pages(start, address - start)
+            if tail_bytes := start + slack_bytes - address:
+                host_memory.unmap_pages(address + nbytes, tail_bytes)
+        with self._lock:
+            self._reserved[address] = nbytes
+        return address
+
+    def free_address(self, address: int, nbytes: int) -> None:
+        self._enter("free_address", nbytes)
+        with self._lock:
+            self._require_reserved("free_address", address, nbytes)
+            if address in self._mapped:
+                raise DriverError("free_address", f"{address:#x} is still mapped; unmap it first")
+            with _os_errors_as("free_address"):
+                host_memory.unmap_pages(address, nbytes)
+            del self._reserved[address]
+
+    def create(self, nbytes: int) -> Handle:
+        self._enter("create", nbytes)
+        handle = Handle(uuid4().hex, nbytes)
+        self._settle_discharges()
+        self._charge(handle)
+        try:
+            # After the charge: what is refused for the device's capacity must not be blamed on the host.
+            available_bytes = host_memory.available_bytes()
+            if nbytes > available_bytes:
+                raise OutOfHostMemory(nbytes, available_bytes, "host-device memory")
+            fd = self._committed_memfd(handle)
+        except BaseException:
+            self._discharge(handle.key)
+            raise
+        with self._lock:
+            self._physical[handle.key] = _Physical(handle, fd)
+        return handle
+
+    def map(self, address: int, nbytes: int, handle: Handle) -> None:
+        self._enter("map", nbytes)
+        with self._lock:
+            self._require_reserved("map", address, nbytes)
+            physical = self._require_held("map", handle)
+            if address in self._mapped:
+                raise DriverError("map", f"{address:#x} is mapped already; unmap it first")
+            if handle.nbytes != nbytes:
+                raise DriverError("map", f"the handle has {handle.nbytes} bytes, the range {nbytes}")
+            with _os_errors_as("map"):
+                host_memory.map_pages(address, nbytes, host_memory.PROT_NONE, _SHARED_FIXED, physical.fd)
+                host_memory.advise_pages(address, nbytes, host_memory.MADV_DONTFORK)
+                host_memory.advise_pages(address, nbytes, host_memory.MADV_HUGEPAGE)
+            physical.mappings += 1
+            self._mapped[address] = physical
+
+    def set_access(self, address: int, nbytes: int, access: Access) -> None:
+        self._enter("set_access", nbytes)
+        with self._lock:
+            self._require_mapped("set_access", address, nbytes)
+            with _os_errors_as("set_access"):
+                host_memory.protect_pages(address, nbytes, _PROTECTION[access])
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self._enter("unmap", nbytes)
+        with self._lock:
+            physical = self._require_mapped("unmap", address, nbytes)
+            with _os_errors_as("unmap"):
+                host_memory.map_pages(
+                    address, nbytes, host_memory.PROT_NONE, host_memory.RESERVED | host_memory.MAP_FIXED
+                )
+            del self._mapped[address]
+            physical.mappings -= 1
+        self._drop_if_unused(physical)
+
+    def release(self, handle: Handle) -> None:
+        self._enter("release")
+        with self._lock:
+            physical = self._require_held("release", handle)
+            physical.held = False
+        self._drop_if_unused(physical)
+
+    def export_handle(self, handle: Handle) -> int:
+        self._enter("export_handle")
+        with self._lock:
+            return fcntl.fcntl(self._require_held("export_handle", handle).fd, fcntl.F_DUPFD_CLOEXEC, 0)
+
+    def import_handle(self, fd: int) -> Handle:
+        self._enter("import_handle")
+        match = _MEMFD_PATTERN.fullmatch(os.readlink(f"/proc/self/fd/{fd}"))
+        if match is None or match[1] != self.device.uuid:
+            raise DriverError("import_handle", f"descriptor {fd} is not memory of device {self.device.uuid}")
+        handle = Handle(match[2], os.fstat(fd).st_size)
+        with self._lock:
+            if handle.key in self._physical:
+                raise DriverError("import_handle", f"{handle.key} is held by this process already")
+        self._charge(handle)
+        try:
+            own_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+        except OSError as error:
+            self._discharge(handle.key)
+            raise DriverError("import_handle", str(error)) from error
+        with self._lock:
+            self._physical[handle.key] = _Physical(handle, own_fd)
+        return handle
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        self._enter("copy")
+        ctypes.memmove(destination, source, nbytes)  # releases the GIL
+
+    def set(self, address: int, value: int, nbytes: int) -> None:
+        self._enter("set")
+        ctypes.memset(address, value, nbytes)
+
+    def synchronize(self) -> None:
+        self._enter("synchronize")  # every verb has ended when it returns
+
+    def _enter(self, verb: str, nbytes: int | None = None) -> None:
+        """What every verb begins with: our process, a whole number of granules, no fault due."""
+        if os.getpid() != self._process.pid:
+            raise DriverError(verb, "the driver belongs to the process before the fork; make a new one")
+        if nbytes is not None and (nbytes <= 0 or nbytes % self._granularity_bytes):
+            raise DriverError(verb, f"{nbytes} bytes are no multiple of {self._granularity_bytes}")
+        with self._lock:
+            number = self._calls[verb] = self._calls.get(verb, 0) + 1
+            for fault in self._faults.get(verb, ()):
+                if fault.nth_call == number:
+                    raise fault.error
+
+    def _charge(self, handle: Handle) -> None:
+        row = Charge(handle.key, self._process.pid, self._process.start_ticks, handle.nbytes, self._owner)
+        self.device.charge(row, self._owner_bytes_max)
+
+    def _discharge(self, key: str) -> None:
+        """The memory is gone by now; if the ledger cannot be had, the row goes with our next create."""
+        with self._lock:
+            self._undischarged.add(key)
+        try:
+            self._settle_discharges()
+        except (LedgerBusy, OSError) as error:
+            _log.warning("device %s: %s is free but still charged: %s", self.device.uuid, key, error)
+
+    def _settle_discharges(self) -> None:
+        with self._lock:
+            keys = set(self._undischarged)
+        if keys:
+            self.device.discharge(keys, self._process)
+            with self._lock:
+                self._undischarged -= keys
+
+    def _committed_memfd(self, handle: Handle) -> int:
+        name = f"lull:{self.device.uuid}:{handle.key}"
+        with _os_errors_as("create"):
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, handle.nbytes)
+            os.posix_fallocate(fd, 0, handle.nbytes)
+            # A peer with the descriptor must not be able to cut pages away under us.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        except OSError as error:
+            os.close(fd)
+            raise OutOfHostMemory(handle.nbytes, host_memory.available_bytes(), "host-device memory") from error
+        return fd
+
+    def _drop_if_unused(self, physical: _Physical) -> None:
+        with self._lock:
+            if physical.held or physical.mappings or self._physical.pop(physical.handle.key, None) is None:
+                return
+        os.close(physical.fd)
+        self._discharge(physical.handle.key)
+
+    def _require_reserved(self, verb: str, address: int, nbytes: int) -> None:
+        if self._reserved.get(address) != nbytes:
+            raise DriverError(verb, f"{address:#x} with {nbytes} bytes is not a reserved range")
+
+    def _require_mapped(self, verb: str, address: int, nbytes: int) -> _Physical:
+        self._require_reserved(verb, address, nbytes)
+        if address not in self._mapped:
+            raise DriverError(verb, f"nothing is mapped at {address:#x}")
+        return self._mapped[address]
+
+    def _require_held(self, verb: str, handle: Handle) -> _Physical:
+        physical = self._physical.get(handle.key)
+        if physical is None or not physical.held:
+            raise DriverError(verb, f"handle {handle.key} is not held by this process")
+        return physical
+
+    def _forget_after_fork(self) -> None:
+        """In a forked child, without locks: another thread may have held them."""
+        for physical in list(self._physical.values()):
+            os.close(physical.fd)
+        self._physical.clear()
+
+
+_SHARED_FIXED: Final = 1 | host_memory.MAP_FIXED  # MAP_SHARED
+_drivers: weakref.WeakSet[HostDriver] = weakref.WeakSet()
+
+
+def _forget_all_after_fork() -> None:
+    for driver in list(_drivers):
+        driver._forget_after_fork()  # pyright: ignore[reportPrivateUsage]
+
+
+os.register_at_fork(after_in_child=_forget_all_after_fork)
+
+
+@contextmanager
+def _os_errors_as(verb: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DriverError(verb, str(error)) from error
+
+
+def _owner_bytes_from_environment() -> int | None:
+    value = os.environ.get(OWNER_BYTES_ENVIRONMENT_NAME)
+    if value is None:
+        return None
+    if not value.isdecimal():
+        raise LullMemoryError(f"{OWNER_BYTES_ENVIRONMENT_NAME} is {value!r}; it must be a number of bytes")
+    return int(value)
