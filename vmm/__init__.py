@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from .blocks import Allocation
+    from .control import CONTROL_PATHS, control_app
     from .driver import Access, Driver, Handle
     from .errors import (
         AdmissionClosed,
@@ -33,15 +34,18 @@ if TYPE_CHECKING:
     from .lifecycle import MemoryState
     from .pool import Pool
     from .runtime import MemoryStatus, Runtime
+    from .signing import ControlAuthError, RequestVerifier, new_headers, sign
     from .tags import InvalidTag, RestoreMode
     from .torch_scope import host_tensor, move_module
 
 _MODULE_OF: Final = {
+    "CONTROL_PATHS": "control",
     "Access": "driver",
     "AdmissionClosed": "errors",
     "Allocation": "blocks",
     "AlreadyParked": "errors",
     "ContentsLost": "errors",
+    "ControlAuthError": "signing",
     "DrainTimeout": "errors",
     "Driver": "driver",
     "DriverError": "errors",
@@ -58,22 +62,28 @@ _MODULE_OF: Final = {
     "OutOfHostMemory": "errors",
     "Pool": "pool",
     "ProcessKey": "host_device",
+    "RequestVerifier": "signing",
     "RestoreMode": "tags",
     "Runtime": "runtime",
     "RuntimeFailed": "errors",
     "TransitionInProgress": "errors",
     "TransitionRefused": "errors",
     "UnsupportedMode": "errors",
+    "control_app": "control",
     "host_tensor": "torch_scope",
     "move_module": "torch_scope",
+    "new_headers": "signing",
+    "sign": "signing",
 }
 
 __all__ = [
+    "CONTROL_PATHS",
     "Access",
     "AdmissionClosed",
     "Allocation",
     "AlreadyParked",
     "ContentsLost",
+    "ControlAuthError",
     "DrainTimeout",
     "Driver",
     "DriverError",
@@ -90,14 +100,18 @@ __all__ = [
     "OutOfHostMemory",
     "Pool",
     "ProcessKey",
+    "RequestVerifier",
     "RestoreMode",
     "Runtime",
     "RuntimeFailed",
     "TransitionInProgress",
     "TransitionRefused",
     "UnsupportedMode",
+    "control_app",
     "host_tensor",
     "move_module",
+    "new_headers",
+    "sign",
 ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ _PURPOSE: Final = "the backup of device memory"
 
 
 @contextmanager
-def promise(sizes_bytes: Iterable[int], available_bytes: Callable[[], int]) -> Iterator[None]:
+def promise(sizes_bytes: Iterable[int], available_bytes: Callable[[], int]) -> Generator[None]:
     """Room for backups of these sizes while the block runs and fills them; else OutOfHostMemory."""
     global _promised_bytes
     needed_bytes = sum(round_to_pages(nbytes) for nbytes in sizes_bytes)

@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -342,7 +342,7 @@ os.register_at_fork(after_in_child=_forget_all_after_fork)
 
 
 @contextmanager
-def _os_errors_as(verb: str) -> Iterator[None]:
+def _os_errors_as(verb: str) -> Generator[None]:
     try:
         yield
     except OSError as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -168,7 +168,7 @@ class Pool:
                 block.settle_backup()
 
     def backup_views(self, tag: str) -> tuple[memoryview, ...]:
-        """For tests of whoever checks an engine after its wake: the backups, writable, valid while the tag is parked."""
+        """For tests of whoever checks an engine after its wake: the backups, writable, valid while it is parked."""
         with self._condition:
             blocks = sorted(self._blocks.items())
             backups = [block.backup for _, block in blocks if block.allocation.tag == tag and block.backup is not None]
@@ -318,7 +318,7 @@ class Pool:
             return self._transition
 
     @contextmanager
-    def _changing_layout(self, tag: str | None) -> Iterator[None]:
+    def _changing_layout(self, tag: str | None) -> Generator[None]:
         with self._condition:
             if self._transition is not None:
                 raise TransitionInProgress(f"a {self._transition.phase.value} is under way in this pool; wait for it")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class Runtime:
         return hook
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> Generator[None]:
         """Work on the memory belongs in here: refused with AdmissionClosed unless running, awaited by the drain."""
         with self._condition:
             if self._state is not MemoryState.RUNNING:
