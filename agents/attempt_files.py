@@ -1,0 +1,265 @@
+"""An attempt's directory as the agent sees it: the spec it writes, the records it reads, the judgement it passes.
+
+The directory is the truth. exit.json of a runner that cannot write it any more is written under that runner's lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+from . import processes
+from .protocol.wire import AttemptEnd, ProcessIdentity, Reason
+
+UNKILLABLE_SECONDS: Final = 60.0
+
+_RECORD_BYTES_MAX: Final = 16 * 1024 * 1024
+_LOCK_SECONDS_MAX: Final = 5.0
+_LOOK_SECONDS: Final = 0.01
+
+
+class AttemptError(Exception):
+    """AttemptError: something about an attempt's directory or runner is not as it must be.
+
+    ├── LaunchFailed    the runner did not come up; nothing was executed
+    ├── RunnerSilent    no answer in time: ask again, every request may be repeated
+    ├── RunnerGone      there is no runner to talk to: `wait_ended` says how the attempt ended
+    ├── RunnerRefused   the runner did not understand or did not want it
+    └── BadRecord       a file of the directory is not what its writer leaves there
+    """
+
+
+class LaunchFailed(AttemptError): ...
+
+
+class RunnerSilent(AttemptError): ...
+
+
+class RunnerGone(AttemptError): ...
+
+
+class RunnerRefused(AttemptError): ...
+
+
+class BadRecord(AttemptError): ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSpec:
+    """All that a runner knows about its job."""
+
+    attempt_id: str
+    job_id: str
+    argv: list[str]
+    env: dict[str, str]
+    workdir: str | None = None  # None: HOME of env, else /
+    time_limit_seconds: float | None = None
+    restore_by_boottime: float | None = None  # CLOCK_BOOTTIME of this node
+    kill_grace_seconds: float = 30.0
+    go_seconds_max: float = 60.0
+    log_head_bytes: int = 64 * 1024 * 1024  # of each stream
+    log_tail_bytes: int = 64 * 1024 * 1024
+    unkillable_seconds_max: float = UNKILLABLE_SECONDS
+
+    def check(self) -> None:
+        """Raises ValueError, naming the field, for what no runner could obey."""
+        texts = {"attempt_id": self.attempt_id, "job_id": self.job_id, "workdir": self.workdir or ""}
+        texts |= {f"argv[{index}]": part for index, part in enumerate(self.argv)}
+        texts |= {f"env[{name!r}]": name + value for name, value in self.env.items()}
+        for name, text in texts.items():
+            if "\0" in text:
+                raise ValueError(f"{name} must not contain a NUL character")
+        for name in self.env:
+            if not name or "=" in name:
+                raise ValueError(f"env: {name!r} cannot be the name of a variable")
+        if not self.argv or not self.argv[0]:
+            raise ValueError("argv must begin with a command")
+        if self.workdir is not None and not self.workdir.startswith("/"):
+            raise ValueError(f"workdir must be an absolute path, not {self.workdir!r}")
+        for name in ("kill_grace_seconds", "go_seconds_max", "log_head_bytes", "log_tail_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptOutcome:
+    """How an attempt ended: what exit.json says."""
+
+    end: AttemptEnd
+    exit_code: int | None = None
+    signal: int | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    boottime: float | None = None
+    stragglers_killed: int = 0
+    peak_rss_bytes: int | None = None  # of the largest process
+    cpu_seconds: float | None = None  # of all that were waited for
+    reason: Reason | None = None
+    cleanup: Reason | None = None  # processes that could not be killed: their devices are not free
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    job: ProcessIdentity
+    at: float
+    boottime: float
+
+
+class AttemptDir:
+    """One attempt's directory, mode 0700; it is used for one execution."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __repr__(self) -> str:
+        return f"AttemptDir({str(self.path)!r})"
+
+    def write_spec(self, spec: RunnerSpec) -> None:
+        spec.check()
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.write("spec.json", asdict(spec))
+        _sync_directory(self.path.parent)
+
+    def spec(self) -> RunnerSpec | None:
+        record = self.read("spec.json")
+        return None if record is None else RunnerSpec(**record)
+
+    def identity(self) -> ProcessIdentity | None:
+        record = self.read("identity.json")
+        return None if record is None else ProcessIdentity.model_validate(record)
+
+    def starting(self) -> bool:
+        """Whether the runner came to the point after which the job may have been executed."""
+        return self.read("starting.json") is not None
+
+    def started(self) -> Started | None:
+        record = self.read("started.json")
+        runner = self.identity()
+        if record is None or runner is None:
+            return None
+        job = ProcessIdentity(boot_id=runner.boot_id, pid=record["pid"], start_ticks=record["start_ticks"])
+        return Started(job, record["at"], record["boottime"])
+
+    def exit_record(self) -> AttemptOutcome | None:
+        record = self.read("exit.json")
+        return None if record is None else _outcome(record)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        try:
+            fd = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            content = file.read(_RECORD_BYTES_MAX)
+        try:
+            record = json.loads(content)
+        except ValueError as error:
+            raise BadRecord(f"{self.path / name}: {error}") from None
+        if not isinstance(record, dict):
+            raise BadRecord(f"{self.path / name}: not a JSON object")
+        return cast("dict[str, Any]", record)
+
+    def write(self, name: str, record: dict[str, Any]) -> None:
+        part = self.path / f"{name}.new"
+        fd = os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(json.dumps(record).encode("ascii") + b"\n")
+            file.flush()
+            os.fsync(fd)
+        part.rename(self.path / name)
+        _sync_directory(self.path)
+
+    @contextmanager
+    def runner_lock(self, seconds_max: float) -> Generator[bool]:
+        """Whether no runner lives here: while this holds, none can begin. Blocks."""
+        fd = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        try:
+            deadline = time.monotonic() + seconds_max
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        yield False
+                        return
+                    time.sleep(_LOOK_SECONDS)
+                else:
+                    yield True
+                    return
+        finally:
+            os.close(fd)
+
+    def settle(self, kill_seconds_max: float = UNKILLABLE_SECONDS) -> AttemptOutcome:
+        """Judges an attempt whose runner is gone: kills what is left of it and writes the record. Blocks.
+
+        Nothing but the record, a job that was provably never forked, or another boot ends an attempt.
+        """
+        with self.runner_lock(_LOCK_SECONDS_MAX) as ours:
+            outcome = self.exit_record()
+            if outcome is not None:
+                return outcome
+            if not ours:
+                raise AttemptError(f"{self.path}: a runner still holds the lock")
+            record = self._judge(kill_seconds_max)
+            self.write("exit.json", record)
+        return _outcome(record)
+
+    def _judge(self, kill_seconds_max: float) -> dict[str, Any]:
+        runner, started, spec = self.identity(), self.started(), self.spec()
+        record: dict[str, Any] = {"ended_at": time.time(), "boottime": time.clock_gettime(time.CLOCK_BOOTTIME)}
+        if started is not None:
+            record["started_at"] = started.at
+        if not self.starting():
+            return record | {"end": "not_started", "message": "the runner ended before it was told to go"}
+        if runner is None or runner.boot_id != processes.boot_id():
+            return record | {"end": "node_rebooted", "message": "the node was restarted while the job ran"}
+        attempt_id = self.path.name if spec is None else spec.attempt_id
+        swept = processes.kill_leftovers(attempt_id, None if started is None else started.job, kill_seconds_max)
+        record |= {"end": "runner_lost", "message": "the job's runner ended without a record"}
+        record["stragglers_killed"] = swept.killed
+        if swept.remaining:
+            record["cleanup"] = {"code": "unkillable", "pids": list(swept.remaining)}
+        return record
+
+
+def _outcome(record: dict[str, Any]) -> AttemptOutcome:
+    end = AttemptEnd(record["end"])
+    cleanup: dict[str, Any] | None = record.get("cleanup")
+    message: str | None = record.get("message")
+    return AttemptOutcome(
+        end=end,
+        exit_code=record.get("exit_code"),
+        signal=record.get("signal"),
+        started_at=record.get("started_at"),
+        ended_at=record.get("ended_at"),
+        boottime=record.get("boottime"),
+        stragglers_killed=record.get("stragglers_killed", 0),
+        peak_rss_bytes=record.get("peak_rss_bytes"),
+        cpu_seconds=record.get("cpu_seconds"),
+        reason=None if message is None else Reason(code=end.value, sentence=message),
+        cleanup=None if cleanup is None else _cleanup_reason(cleanup),
+    )
+
+
+def _cleanup_reason(cleanup: dict[str, Any]) -> Reason:
+    pids = cleanup["pids"]
+    return Reason(
+        code=cleanup["code"],
+        sentence=f"{len(pids)} processes of the job survive SIGKILL: {', '.join(map(str, pids))}",
+        data={"pids": pids},
+    )
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
