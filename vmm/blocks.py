@@ -31,6 +31,7 @@ class Block:
     contents_here: bool = False  # the handle holds what the user wrote
     sealed: bool = False  # mapped read-only, so the clean backup stays clean
     backup: Backup | None = None
+    leaving: bool = False  # being freed: no part of any park or wake, even if freeing it failed
 
     @property
     def keeps_contents(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import logging
+import mmap
 import os
 import re
 import threading
@@ -48,6 +49,7 @@ VERBS: Final = frozenset(
 
 _MEMFD_PATTERN: Final = re.compile(r"/memfd:lull:([A-Za-z0-9-]+):([0-9a-f]{32})(?: \(deleted\))?")
 _PROTECTION: Final = {Access.READ: host_memory.PROT_READ, Access.READ_WRITE: host_memory.PROT_READ_WRITE}
+_POPULATE_BYTES_MIN: Final = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -77,7 +79,7 @@ class HostDriver:
         granularity_bytes: int = GRANULARITY_BYTES,
     ) -> None:
         """``owner`` and its limit default to LULL_ATTEMPT and LULL_HBM_BYTES, which a job finds in its environment."""
-        if granularity_bytes <= 0 or granularity_bytes % os.sysconf("SC_PAGESIZE"):
+        if granularity_bytes <= 0 or granularity_bytes % mmap.PAGESIZE:
             raise ValueError(f"granularity_bytes is {granularity_bytes}; it must be a multiple of the page size")
         identity = process_key(os.getpid())
         assert identity is not None, "we are alive"
@@ -243,6 +245,10 @@ class HostDriver:
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         self._enter("copy")
+        if nbytes >= _POPULATE_BYTES_MIN and destination % mmap.PAGESIZE == 0:
+            # Faulting the pages in by one call is several times quicker than one by one while copying.
+            whole_pages_bytes = nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+            host_memory.advise_pages(destination, whole_pages_bytes, host_memory.MADV_POPULATE_WRITE)
         ctypes.memmove(destination, source, nbytes)  # releases the GIL
 
     def set(self, address: int, value: int, nbytes: int) -> None:
@@ -329,7 +335,7 @@ class HostDriver:
         self._physical.clear()
 
 
-_SHARED_FIXED: Final = 1 | host_memory.MAP_FIXED  # MAP_SHARED
+_SHARED_FIXED: Final = mmap.MAP_SHARED | host_memory.MAP_FIXED
 _drivers: weakref.WeakSet[HostDriver] = weakref.WeakSet()
 
 

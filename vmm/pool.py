@@ -26,6 +26,7 @@ from .errors import (
     LayoutChanged,
     LullMemoryError,
     OutOfDeviceMemory,
+    RuntimeFailed,
     TransitionInProgress,
     UnsupportedMode,
 )
@@ -74,6 +75,7 @@ class Pool:
         self._parked_tags: set[str] = set()
         self._allocating = 0
         self._transition: _Transition | None = None
+        self._broken: ContentsLost | None = None
         for tag, mode in self._restore_modes.items():
             _require_tag(tag)
             self._require_mode(tag, mode)
@@ -104,12 +106,13 @@ class Pool:
         return block.allocation
 
     def free(self, allocation: Allocation) -> None:
-        """Frees a live or parked allocation, with its backup and its addresses."""
+        """Frees a live or parked allocation, with its backup and its addresses. If it raises, it can be asked again."""
         with self._changing_layout(None):
             with self._condition:
                 block = self._blocks.get(allocation.address)
                 if block is None or block.allocation is not allocation:
                     raise ValueError(f"{allocation} is not in this pool; it was freed already or belongs elsewhere")
+            block.leaving = True
             block.detach(self.driver)
             self.driver.free_address(allocation.address, allocation.reserved_bytes)
             with self._condition:
@@ -222,7 +225,7 @@ class Pool:
             self._restore(transition.blocks)
         except Exception as second:
             self._end(transition)
-            raise self._contents_lost("the park", transition.blocks, error) from second
+            raise self._break("the park", transition.blocks, error) from second
         self._end_release_undone(transition)
 
     def _end_release_undone(self, transition: _Transition) -> None:
@@ -289,13 +292,15 @@ class Pool:
                 failure = second  # the others are given back all the same
         self._end(transition)
         if failure is not None:
-            raise self._contents_lost("the wake", transition.blocks, error) from failure
+            raise self._break("the wake", transition.blocks, error) from failure
 
     # -- bookkeeping
 
     def _begin(self, phase: _Phase, tags: Iterable[str], *, parked: bool) -> _Transition:
         with self._condition:
             wanted = tuple(tag for tag in dict.fromkeys(tags) if (tag in self._parked_tags) is parked)
+            if self._broken is not None:
+                raise RuntimeFailed(f"this pool can neither park nor wake any more: {self._broken}")
             if self._transition is not None:
                 raise TransitionInProgress(f"a {self._transition.phase.value} is under way in this pool; wait for it")
             transition = self._transition = _Transition(phase, wanted, [])
@@ -303,7 +308,9 @@ class Pool:
             if not self._condition.wait_for(lambda: self._allocating == 0, _ALLOCATING_SECONDS_MAX):
                 self._transition = None
                 raise TransitionInProgress(f"an allocation has been under way for {_ALLOCATING_SECONDS_MAX} s")
-            transition.blocks = [b for _, b in sorted(self._blocks.items()) if b.allocation.tag in wanted]
+            transition.blocks = [
+                b for _, b in sorted(self._blocks.items()) if b.allocation.tag in wanted and not b.leaving
+            ]
         return transition
 
     def _end(self, transition: _Transition) -> None:
@@ -339,13 +346,15 @@ class Pool:
         except LullMemoryError as second:
             error.add_note(f"and {block.allocation} could not be given back: {second}")
 
-    def _contents_lost(self, during: str, blocks: Sequence[Block], cause: BaseException | None) -> ContentsLost:
+    def _break(self, during: str, blocks: Sequence[Block], cause: BaseException | None) -> ContentsLost:
         lost = {block.allocation.tag for block in blocks if block.contents_lost}
         live = {block.allocation.tag for block in blocks if block.contents_here} - lost
         parked = {block.allocation.tag for block in blocks} - lost - live
         failure = ContentsLost(during, lost=lost, parked=parked, live=live)
         if cause is not None:
             failure.add_note(f"what was to be undone: {cause}")
+        with self._condition:
+            self._broken = failure
         return failure
 
     def _require_mode(self, tag: str, mode: RestoreMode) -> None:
