@@ -71,7 +71,8 @@ class Pool:
         self._host_bytes_available = host_bytes_available
         self._copier = Copier(driver, copy_threads)
         self._condition = threading.Condition()  # guards what follows
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[Allocation, Block] = {}
+        self._freeing: set[Allocation] = set()
         self._parked_tags: set[str] = set()
         self._allocating = 0
         self._transition: _Transition | None = None
@@ -102,22 +103,27 @@ class Pool:
                 raise
             block.contents_here = True
             with self._condition:
-                self._blocks[address] = block
+                self._blocks[block.allocation] = block
         return block.allocation
 
     def free(self, allocation: Allocation) -> None:
         """Frees a live or parked allocation, with its backup and its addresses. If it raises, it can be asked again."""
         with self._changing_layout(None):
             with self._condition:
-                block = self._blocks.get(allocation.address)
-                if block is None or block.allocation is not allocation:
+                block = self._blocks.get(allocation)
+                if block is None or allocation in self._freeing:
                     raise ValueError(f"{allocation} is not in this pool; it was freed already or belongs elsewhere")
-            block.leaving = True
-            block.detach(self.driver)
-            self.driver.free_address(allocation.address, allocation.reserved_bytes)
-            with self._condition:
-                del self._blocks[allocation.address]
-            block.free_backup()
+                self._freeing.add(allocation)
+                block.leaving = True
+            try:
+                block.detach(self.driver)
+                self.driver.free_address(allocation.address, allocation.reserved_bytes)
+                block.free_backup()
+                with self._condition:
+                    del self._blocks[allocation]
+            finally:
+                with self._condition:
+                    self._freeing.remove(allocation)
 
     def close(self) -> None:
         """Frees everything."""
@@ -127,8 +133,8 @@ class Pool:
     def allocations(self, tag: str | None = None) -> tuple[Allocation, ...]:
         """In the order of their addresses."""
         with self._condition:
-            blocks = sorted(self._blocks.items())
-        return tuple(block.allocation for _, block in blocks if tag in (None, block.allocation.tag))
+            found = [allocation for allocation in self._blocks if tag in (None, allocation.tag)]
+        return tuple(sorted(found, key=_by_address))
 
     def bytes_by_tag(self) -> dict[str, int]:
         """What each tag takes of the device while it is not parked."""
@@ -173,8 +179,8 @@ class Pool:
     def backup_views(self, tag: str) -> tuple[memoryview, ...]:
         """For tests of whoever checks an engine after its wake: the backups, writable, valid while it is parked."""
         with self._condition:
-            blocks = sorted(self._blocks.items())
-            backups = [block.backup for _, block in blocks if block.allocation.tag == tag and block.backup is not None]
+            found = sorted((a for a in self._blocks if a.tag == tag), key=_by_address)
+            backups = [backup for a in found if (backup := self._blocks[a].backup) is not None]
         return tuple(
             memoryview((ctypes.c_char * backup.nbytes).from_address(backup.address)).cast("B") for backup in backups
         )
@@ -308,9 +314,7 @@ class Pool:
             if not self._condition.wait_for(lambda: self._allocating == 0, _ALLOCATING_SECONDS_MAX):
                 self._transition = None
                 raise TransitionInProgress(f"an allocation has been under way for {_ALLOCATING_SECONDS_MAX} s")
-            transition.blocks = [
-                b for _, b in sorted(self._blocks.items()) if b.allocation.tag in wanted and not b.leaving
-            ]
+            transition.blocks = [b for b in self._blocks.values() if b.allocation.tag in wanted and not b.leaving]
         return transition
 
     def _end(self, transition: _Transition) -> None:
@@ -369,6 +373,10 @@ def _allocate_backups(blocks: Sequence[Block]) -> None:
     for block in blocks:
         pinned = block.allocation.mode is RestoreMode.PINNED
         block.backup = allocate_backup(block.allocation.nbytes, pinned=pinned)
+
+
+def _by_address(allocation: Allocation) -> int:
+    return allocation.address
 
 
 def _require_tag(tag: str) -> None:
