@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -153,10 +154,14 @@ class AttemptDir:
 
     def read(self, name: str) -> dict[str, Any] | None:
         try:
-            fd = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW)
+            fd = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise BadRecord(f"{self.path / name}: {error}") from None
         with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise BadRecord(f"{self.path / name}: not a regular file")
             content = file.read(_RECORD_BYTES_MAX)
         try:
             record = json.loads(content)

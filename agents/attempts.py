@@ -11,10 +11,8 @@ import json
 import os
 import socket
 import struct
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from . import processes
@@ -33,14 +31,13 @@ from .job_logs import LogChunk as LogChunk
 from .job_logs import LogStream as LogStream
 from .job_logs import read_log as read_log
 from .protocol.wire import AttemptEnd, ProcessIdentity
+from .spare_runners import FreshRunner
+from .spare_runners import SpareRunners as SpareRunners
 
-_RUNNER: Final = Path(__file__).with_name("runner.py")
 _LAUNCH_SECONDS_MAX: Final = 10.0
 _ANSWER_SECONDS_MAX: Final = 10.0
 _ANSWER_BYTES_MAX: Final = 64 * 1024
-_FIRST_LINE_BYTES_MAX: Final = 4096
 _LOOK_SECONDS: Final = 0.01
-_RUNNER_ENV: Final = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")  # the job's environment comes from its spec alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +73,21 @@ class AttemptProcess:
 
     @classmethod
     async def launch(
-        cls, directory: AttemptDir, spec: RunnerSpec, *, seconds_max: float = _LAUNCH_SECONDS_MAX
+        cls,
+        directory: AttemptDir,
+        spec: RunnerSpec,
+        *,
+        spares: SpareRunners | None = None,
+        seconds_max: float = _LAUNCH_SECONDS_MAX,
     ) -> AttemptProcess:
-        """Starts a runner, which then waits for `go`; returns the one that is already there, if one is."""
+        """Brings up a runner, which then waits for `go`; returns the one that is already there, if one is."""
         await asyncio.to_thread(directory.write_spec, spec)
-        pid, told = _start_runner(directory)
-        pidfd = os.pidfd_open(pid)
-        try:
-            word = await _first_line(told, seconds_max)
-        except BaseException:
-            _end_child(pid, pidfd)
-            raise
-        finally:
-            os.close(told)
+        fresh = (None if spares is None else spares.take(directory.path)) or FreshRunner.start(directory.path)
+        word = await fresh.first_line(seconds_max)
         runner = directory.identity() if word == "ready" else None
-        if runner is not None and runner.pid == pid:
-            return cls(directory, runner, pidfd, is_child=True)
-        _end_child(pid, pidfd)
+        if runner is not None and runner.pid == fresh.pid:
+            return cls(directory, runner, fresh.keep(), is_child=True)
+        fresh.end()
         adopted = await cls.adopt(directory)
         if adopted.process is not None:
             return adopted.process
@@ -101,15 +96,13 @@ class AttemptProcess:
     @classmethod
     async def adopt(cls, directory: AttemptDir, *, seconds_max: float = _LAUNCH_SECONDS_MAX) -> Adopted:
         """What became of an attempt: its live runner, its outcome, or that no runner ever came up."""
-        outcome = directory.exit_record()
-        if outcome is not None:
-            return Adopted(outcome=outcome)
         runner = await _await_identity(directory, seconds_max)
-        if runner is None:
-            return Adopted(never_started=True)
-        pidfd = processes.open_process(runner)
-        if pidfd is not None:
+        # A live runner comes before any record: only its end says that nothing of the job lives.
+        pidfd = None if runner is None else processes.open_process(runner)
+        if runner is not None and pidfd is not None:
             return Adopted(process=cls(directory, runner, pidfd, is_child=os.getpid() == _parent_of(runner.pid)))
+        if runner is None and directory.exit_record() is None:
+            return Adopted(never_started=True)
         return Adopted(outcome=await asyncio.to_thread(directory.settle))
 
     @property
@@ -211,63 +204,6 @@ class AttemptProcess:
             restore_by_boottime=answer["restore_by_boottime"],
             log_bytes=answer["log_bytes"],
         )
-
-
-def _start_runner(directory: AttemptDir) -> tuple[int, int]:
-    """The runner's pid and a pipe on which it says `ready`, or why not. It gets nothing else of ours."""
-    told, tell = os.pipe()
-    log = os.open(directory.path / "runner.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-    try:
-        pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-I", "-S", str(_RUNNER), str(directory.path.absolute())],
-            {name: os.environ[name] for name in _RUNNER_ENV if name in os.environ} | {"LC_ALL": "C.UTF-8"},
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_DUP2, tell, 1),
-                (os.POSIX_SPAWN_DUP2, log, 2),
-            ],
-            setsid=True,
-            setsigmask=[],
-        )
-    except BaseException:
-        os.close(told)
-        raise
-    finally:
-        os.close(tell)
-        os.close(log)
-    return pid, told
-
-
-async def _first_line(fd: int, seconds_max: float) -> str:
-    """What was said before the end of line or of file."""
-    loop = asyncio.get_running_loop()
-    said = bytearray()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def on_readable() -> None:
-        data = os.read(fd, _FIRST_LINE_BYTES_MAX)
-        said.extend(data)
-        if (not data or b"\n" in data or len(said) >= _FIRST_LINE_BYTES_MAX) and not done.done():
-            loop.remove_reader(fd)
-            done.set_result(None)
-
-    loop.add_reader(fd, on_readable)
-    try:
-        async with asyncio.timeout(seconds_max):
-            await done
-    except TimeoutError:
-        raise LaunchFailed(f"the runner did not come up in {seconds_max} s") from None
-    finally:
-        loop.remove_reader(fd)
-    return said.decode("utf-8", "replace").strip()
-
-
-def _end_child(pid: int, pidfd: int) -> None:
-    """A runner that refused, or that is given up before it was told to go: it is our child and not waited for yet."""
-    os.close(pidfd)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
 
 
 def _parent_of(pid: int) -> int | None:

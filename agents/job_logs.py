@@ -6,13 +6,14 @@ than the kept tail, or refused by a full disk. The job may own these directories
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
+
+from .attempt_files import AttemptDir
 
 LogStream = Literal["stdout", "stderr"]
 LOG_CHUNK_BYTES_MAX: Final = 1024 * 1024
@@ -20,7 +21,6 @@ LOG_CHUNK_BYTES_MAX: Final = 1024 * 1024
 _STREAMS: Final = get_args(LogStream)
 _SEGMENT_NAME: Final = re.compile(r"[0-9]{20}")
 _SEGMENTS_MAX: Final = 100_000
-_RECORD_BYTES_MAX: Final = 64 * 1024
 _LOOKS_MAX: Final = 8
 _DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
@@ -47,8 +47,8 @@ def read_log(directory: Path, stream: LogStream, offset: int, limit_bytes: int =
         raise ValueError(f"limit_bytes must be 1 to {LOG_CHUNK_BYTES_MAX}, not {limit_bytes}")
     root = os.open(directory, _DIRECTORY_FLAGS)
     try:
-        # In this order: the record is written after the last byte.
-        final_bytes = _final_bytes(root, stream)
+        # Before the files are looked at: the record is written after the last byte.
+        final_bytes = _final_bytes(directory, stream)
         try:
             logs = os.open("logs", _DIRECTORY_FLAGS, dir_fd=root)
         except FileNotFoundError:
@@ -130,14 +130,11 @@ def _open_segment(segments: int, start: int) -> int:
     return fd
 
 
-def _final_bytes(root: int, stream: str) -> int | None:
+def _final_bytes(directory: Path, stream: str) -> int | None:
     """The stream's whole length, once the attempt has ended."""
-    try:
-        fd = os.open("exit.json", os.O_RDONLY | os.O_NOFOLLOW, dir_fd=root)
-    except FileNotFoundError:
+    record = AttemptDir(directory).read("exit.json")
+    if record is None:
         return None
-    with os.fdopen(fd, "rb") as file:
-        record: dict[str, Any] = json.loads(file.read(_RECORD_BYTES_MAX))
     # A record that the agent wrote for a lost runner knows no lengths: then the files say it.
     sizes: dict[str, int] = record.get("log_bytes") or {}
     return sizes.get(stream, 0)

@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 if TYPE_CHECKING:
     from .runner_attempt import Runner
 
+EXIT_USAGE: Final = 64
 EXIT_REFUSED: Final = 75
 EXIT_BAD_SPEC: Final = 78
 
 _PACKAGE: Final = "lull_runner"
 _SPEC_BYTES_MAX: Final = 16 * 1024 * 1024
 _EXIT_RECORD_BYTES: Final = 8192
+_PATH_BYTES_MAX: Final = 4096
 _NUMBER: Final = (int, float)
 _SPEC_FIELDS: Final[dict[str, tuple[type, ...]]] = {
     "attempt_id": (str,),
@@ -76,13 +78,17 @@ def read_spec() -> dict[str, Any]:
     return spec
 
 
-def prepare(directory: str) -> Runner:
+def prepare(argument: str) -> Runner:
     from .runner_attempt import Runner
     from .runner_files import put, reserve
     from .runner_processes import become_subreaper, stat_of
 
+    directory = await_directory() if argument == "-" else argument
     umask = os.umask(0o077)
     os.chdir(directory)
+    log = os.open("runner.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    os.dup2(log, 2)
+    os.close(log)
     lock_directory()
     spec = read_spec()
     become_subreaper()
@@ -94,6 +100,17 @@ def prepare(directory: str) -> Runner:
     assert stat is not None
     put("identity.json", {"boot_id": boot_id, "pid": os.getpid(), "start_ticks": stat[1]})
     return runner
+
+
+def await_directory() -> str:
+    """A spare runner, up before there is a job for it. Whoever started it ended without one: so does it."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        data = os.read(0, _PATH_BYTES_MAX)
+        if not data or len(line) > _PATH_BYTES_MAX:
+            os._exit(0)
+        line += data
+    return os.fsdecode(bytes(line[:-1]))
 
 
 def tell(text: str) -> None:
@@ -110,7 +127,7 @@ def main(arguments: list[str]) -> NoReturn:
     os.closerange(3, 1 << 20)
     try:
         if len(arguments) != 2:
-            raise Refused(2, f"usage: {arguments[0]} ATTEMPT_DIRECTORY")
+            raise Refused(EXIT_USAGE, f"usage: {arguments[0]} ATTEMPT_DIRECTORY, or - to read it from standard input")
         runner = prepare(arguments[1])
     except Refused as refused:
         tell(f"refused: {refused}")

@@ -157,9 +157,12 @@ class Runner:
             self._finish("not_started", message=f"starting.json could not be written: {error}")
         self.state = "starting"
         runner_pid = os.getpid()
-        (out, out_end), (err, err_end), (status, status_end) = os.pipe(), os.pipe(), os.pipe()
-        self.started_at, self.started_boottime = time.time(), boottime()
-        self.job_pid = os.fork()
+        try:
+            (out, out_end), (err, err_end), (status, status_end) = os.pipe(), os.pipe(), os.pipe()
+            self.started_at, self.started_boottime = time.time(), boottime()
+            self.job_pid = os.fork()
+        except OSError as error:
+            self._finish("spawn_failed", message=f"no process could be made: {error}")
         if self.job_pid == 0:
             become_job(self.spec, runner_pid, out_end, err_end, status_end, self.umask)
         stat = stat_of(self.job_pid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -14,6 +15,8 @@ WALL: Final = 0x40000000  # __WALL: also wait for children that report their end
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
+# Where memory runs out, the job goes before an engine whose parked weights are in host memory.
+_OOM_SCORE_ADJ: Final = "500"
 # What Python or the runner ignores or catches; the job gets the defaults back.
 _RESET_SIGNALS: Final = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 
@@ -100,6 +103,8 @@ def become_job(spec: dict[str, Any], runner_pid: int, stdout: int, stderr: int, 
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.umask(umask)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write(_OOM_SCORE_ADJ)
         env = {**spec["env"], "LULL_ATTEMPT": spec["attempt_id"]}
         step = "workdir"
         os.chdir(spec["workdir"] or env.get("HOME") or "/")

@@ -6,7 +6,7 @@ than none.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -65,14 +65,15 @@ class EnginePolicy(BaseModel):
     @classmethod
     def _refuse_what_is_not_obeyed(cls, value: Any) -> Any:
         if isinstance(value, dict):
-            for name in value:
+            fields = cast("dict[str, Any]", value)
+            for name in fields:
                 if name in NOT_OBEYED_YET:
                     raise ValueError(
                         f"{name}: this version does not do {NOT_OBEYED_YET[name]} yet; leave the field out"
                     )
-            if value.get("when") in ("window", "idle"):
-                raise ValueError(f"when: {value['when']!r} is not obeyed yet; use 'manual' or 'always'")
-        return value
+            if fields.get("when") in ("window", "idle"):
+                raise ValueError(f"when: {fields['when']!r} is not obeyed yet; use 'manual' or 'always'")
+        return cast("Any", value)
 
     @field_validator("restore_modes")
     @classmethod
@@ -86,7 +87,6 @@ class EnginePolicy(BaseModel):
                 raise ValueError(f"tag {tag!r} is an initialization-only tag and cannot be released")
             if tag in WEIGHT_TAGS and mode not in KEEPS_CONTENTS:
                 raise ValueError(
-                    f"tag {tag!r}: mode {mode} loses the weights and this engine cannot reload them;"
-                    " use CPU or PINNED"
+                    f"tag {tag!r}: mode {mode} loses the weights and this engine cannot reload them; use CPU or PINNED"
                 )
         return modes

@@ -8,7 +8,7 @@ clocks of two machines. Durations are seconds from receipt. Change a meaning her
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
@@ -183,8 +183,8 @@ class UnknownOrder(Message):
 
 
 def _order_tag(value: Any) -> str:
-    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
-    return kind if kind in _ORDER_KINDS else "unknown"
+    kind: Any = cast("dict[str, Any]", value).get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return str(kind) if kind in _ORDER_KINDS else "unknown"
 
 
 _ORDER_KINDS: Final = frozenset(
@@ -302,7 +302,7 @@ class DeviceObserved(Message):
     device_kind: str  # host_discrete, host_unified, cuda
     capacity_bytes: int
     free_bytes: int
-    processes: list[DeviceProcess] = Field(default_factory=list)
+    processes: list[DeviceProcess] = Field(default_factory=list[DeviceProcess])
     quarantined: Reason | None = None
 
 
@@ -367,7 +367,7 @@ class ReportBatch(Message):
 
 class ReportsAnswer(Message):
     acknowledged: int  # the highest id taken; everything up to it may be forgotten
-    unsupported: list[int] = Field(default_factory=list)
+    unsupported: list[int] = Field(default_factory=list[int])
 
 
 # ---- registration ---------------------------------------------------------------------------------------------
@@ -416,4 +416,4 @@ class Registered(Message):
     acknowledged: int  # reports up to this id of this journal were taken
     recall_loans: list[str] = Field(default_factory=list)  # unknown to the scheduler, or over there
     stop_attempts: list[str] = Field(default_factory=list)  # likewise
-    policies: list[PolicyInForce] = Field(default_factory=list)
+    policies: list[PolicyInForce] = Field(default_factory=list[PolicyInForce])

@@ -1,0 +1,295 @@
+"""One attempt inside a loan: its runner is started early, told to go once the memory is proved, followed to its end.
+
+`spawn_intent` is flushed before the runner may start the job. Whatever happens to agent or runner, the attempt is
+started at most once: its directory is used for one execution, and only this class says `go`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+import structlog
+
+from .attempts import AttemptDir, AttemptError, AttemptOutcome, AttemptProcess, LaunchFailed, RunnerSpec
+from .errors import SpawnRefused
+from .node import Node
+from .processes import descendants
+from .protocol.loans import LoanStep
+from .protocol.wire import AttemptChanged, AttemptEnd, AttemptSpec, AttemptState, ProcessIdentity, Reason
+from .tasks import end_on_fault
+
+if TYPE_CHECKING:
+    from .loan import Loan
+
+log = structlog.get_logger(__name__)
+
+_GO_SECONDS_MAX: Final = 600.0
+_INHERITED: Final = ("PATH", "HOME", "LANG", "LC_ALL", "USER", "TZ")
+_AGAIN_SECONDS: Final = 1.0
+
+Check = Callable[["AttemptRun"], Awaitable[None]]
+Stop = Literal[AttemptEnd.CANCELLED, AttemptEnd.PREEMPTED]
+
+
+class AttemptRun:
+    """``over`` once its end is written down. ``started`` once the job may have been started."""
+
+    def __init__(self, node: Node, loan_id: str, spec: AttemptSpec, loan: Loan, *, intended: bool) -> None:
+        self.node = node
+        self.loan_id = loan_id
+        self.spec = spec
+        self.loan = loan
+        self.started = intended
+        self.ended = asyncio.Event()
+        self.unkillable: Reason | None = None
+        self.peak_hbm_bytes = 0
+        self.directory = AttemptDir(attempt_path(node, spec.attempt_id))
+        self._stop: Stop | None = None
+        self._launched: asyncio.Task[AttemptProcess | AttemptOutcome] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._process: AttemptProcess | None = None
+        self._runner: ProcessIdentity | None = None
+        self._changed = asyncio.Event()
+        node.owners.attempts[spec.attempt_id] = self.pids
+
+    @property
+    def attempt_id(self) -> str:
+        return self.spec.attempt_id
+
+    @property
+    def over(self) -> bool:
+        return self.ended.is_set()
+
+    @property
+    def adoptable(self) -> bool:
+        """A runner may be there: it has to be asked, or waited for."""
+        return self._launched is not None or self.directory.path.exists()
+
+    @property
+    def running(self) -> bool:
+        return self.started and not self.over
+
+    def pids(self) -> set[int]:
+        if self._runner is None:
+            return set()
+        return {self._runner.pid, *descendants(self._runner.pid)}
+
+    # ---- what the loan asks for -------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Starts the runner, which waits for our word. Idempotent."""
+        if self._launched is None and not self.over and self._stop is None:
+            self._launched = asyncio.create_task(self._adopt_or_launch(), name=f"launch {self.attempt_id}")
+
+    def begin(self, check: Check) -> None:
+        """Lets it run once ``check`` does not raise SpawnRefused. Idempotent."""
+        if self._task is None and not self.over:
+            self._task = asyncio.create_task(self._run(check), name=f"attempt {self.attempt_id}")
+            self._task.add_done_callback(end_on_fault)
+
+    def stop(self, end: Stop) -> None:
+        """The first wish counts."""
+        if self._stop is None:
+            self._stop = end
+            self._changed.set()
+            if self._task is None and not self.adoptable:
+                self.end_unstarted(None)
+
+    def set_restore_by(self, restore_by_boottime: float) -> None:
+        if self._process is not None and self.running:
+            asyncio.get_running_loop().create_task(self._tell_restore_by(self._process, restore_by_boottime))
+
+    async def _tell_restore_by(self, process: AttemptProcess, restore_by_boottime: float) -> None:
+        try:
+            await process.set_restore_by(restore_by_boottime)
+        except AttemptError as error:
+            log.warning("the runner did not take restore_by", attempt=self.attempt_id, error=str(error))
+
+    def end_unstarted(self, reason: Reason | None) -> None:
+        """Over without a start, proved: only this class says go, and it never did."""
+        assert not self.started
+        if self._launched is not None:
+            asyncio.get_running_loop().create_task(self._dismiss(self._launched))
+        end = AttemptEnd.CANCELLED if self._stop is AttemptEnd.CANCELLED else AttemptEnd.NOT_STARTED
+        self._write_end(AttemptOutcome(end=end, ended_at=time.time(), reason=reason))
+
+    async def _dismiss(self, launched: asyncio.Task[AttemptProcess | AttemptOutcome]) -> None:
+        try:
+            process = await launched
+            if isinstance(process, AttemptProcess):
+                await process.stop(AttemptEnd.PREEMPTED)
+        except AttemptError as error:
+            log.info("the waiting runner ended by itself", attempt=self.attempt_id, error=str(error))
+
+    # ---- the course of it -------------------------------------------------------------------------------------
+
+    async def _adopt_or_launch(self) -> AttemptProcess | AttemptOutcome:
+        if self.directory.path.exists():
+            adopted = await AttemptProcess.adopt(self.directory)
+            if adopted.process is not None:
+                return adopted.process
+            if adopted.outcome is not None:
+                return adopted.outcome
+        return await AttemptProcess.launch(self.directory, self._runner_spec())
+
+    def _runner_spec(self) -> RunnerSpec:
+        settings, spec = self.node.settings, self.spec
+        return RunnerSpec(
+            attempt_id=spec.attempt_id,
+            job_id=spec.job_id,
+            argv=spec.argv,
+            env=self._environment(),
+            workdir=spec.workdir,
+            time_limit_seconds=spec.time_limit_seconds,
+            restore_by_boottime=self.loan.restore_by_boottime,
+            kill_grace_seconds=spec.kill_grace_seconds,
+            go_seconds_max=_GO_SECONDS_MAX,
+            log_head_bytes=settings.log_head_bytes,
+            log_tail_bytes=settings.log_tail_bytes,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        spec = self.spec
+        checkpoints = Path(self.node.settings.data_dir) / "checkpoints" / spec.job_id
+        checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
+        left = self.loan.seconds_left()
+        return {
+            **{name: os.environ[name] for name in _INHERITED if name in os.environ},
+            **spec.env,
+            "LULL_JOB_ID": spec.job_id,
+            "LULL_ATTEMPT": spec.attempt_id,
+            "LULL_DEVICES": ",".join(spec.device_ids),
+            "LULL_HOST_DEVICE": ":".join(self.node.devices[device_id].path for device_id in spec.device_ids),
+            "LULL_HBM_BYTES": str(spec.hbm_bytes),
+            "LULL_CHECKPOINT_DIR": str(checkpoints),
+            # No host-memory device is a CUDA device: the job sees none.
+            "CUDA_VISIBLE_DEVICES": "",
+            **({} if left is None else {"LULL_RESTORE_BY_SECONDS": f"{max(0.0, left):.0f}"}),
+        }
+
+    async def _run(self, check: Check) -> None:
+        self.prepare()
+        if self._launched is None:  # stopped before anything was made
+            self.end_unstarted(None)
+            return
+        try:
+            found = await self._launched
+        except (LaunchFailed, AttemptError, OSError) as error:
+            log.error("the runner did not come up", attempt=self.attempt_id, error=str(error))
+            found = await self._no_runner(str(error))
+        outcome = found if isinstance(found, AttemptOutcome) else await self._follow(found, check)
+        if outcome is not None:
+            self._record(outcome)
+
+    async def _no_runner(self, text: str) -> AttemptOutcome:
+        """Whatever lies in the directory says whether anything was executed."""
+        if self.directory.path.exists():
+            while True:
+                try:
+                    return await asyncio.to_thread(self.directory.settle)
+                except AttemptError as error:  # a runner still holds the lock: it decides
+                    log.warning("attempt cannot be judged yet", attempt=self.attempt_id, error=str(error))
+                    await asyncio.sleep(_AGAIN_SECONDS)
+        reason = Reason(code="spawn_failed", sentence=text)
+        return AttemptOutcome(end=AttemptEnd.SPAWN_FAILED, ended_at=time.time(), reason=reason)
+
+    async def _follow(self, process: AttemptProcess, check: Check) -> AttemptOutcome | None:
+        self._process = process
+        self._runner = self.directory.identity()
+        if self.over:
+            return None
+        if not self.started:
+            try:
+                if self._stop is not None:
+                    raise SpawnRefused("Stopped", "stopped before it was started")
+                await check(self)
+            except SpawnRefused as refused:
+                self.end_unstarted(Reason(code=refused.code, sentence=refused.sentence))
+                return None
+            if self.over or self._stop is not None:
+                self.end_unstarted(None)
+                return None
+            self.loan.step(LoanStep.SPAWN_INTENT, attempt_id=self.attempt_id)
+            self.started = True
+        stopper = asyncio.create_task(self._stop_when_asked(process))
+        try:
+            try:
+                await process.go()
+                self._report_running()
+            except AttemptError as error:
+                log.warning("go was not taken; the runner's record decides", attempt=self.attempt_id, error=str(error))
+            return await process.wait_ended()
+        finally:
+            stopper.cancel()
+
+    async def _stop_when_asked(self, process: AttemptProcess) -> None:
+        while self._stop is None:
+            self._changed.clear()
+            await self._changed.wait()
+        while not self.over:
+            try:
+                await process.stop(self._stop)
+                return
+            except AttemptError as error:
+                log.warning("the runner did not take the stop", attempt=self.attempt_id, error=str(error))
+                await asyncio.sleep(_AGAIN_SECONDS)
+
+    def _report_running(self) -> None:
+        started = self.directory.started()
+        self.loan.step(LoanStep.SPAWNED, attempt_id=self.attempt_id)
+        processes = {} if self._runner is None else {"runner": self._runner}
+        if started is not None:
+            processes["job"] = started.job
+        self.node.journal.report(
+            AttemptChanged(
+                attempt_id=self.attempt_id,
+                job_id=self.spec.job_id,
+                loan_id=self.loan_id,
+                state=AttemptState.RUNNING,
+                started_at=time.time() if started is None else started.at,
+                processes=processes,
+            )
+        )
+        self.node.on_change()
+
+    def _record(self, outcome: AttemptOutcome) -> None:
+        if outcome.cleanup is not None and outcome.cleanup.code == "unkillable":
+            self.unkillable = outcome.cleanup
+        if not self.over:
+            self.loan.step(
+                LoanStep.EXIT_RECORDED, attempt_id=self.attempt_id, data={"record_boottime": outcome.boottime}
+            )
+            self._write_end(outcome)
+
+    def _write_end(self, outcome: AttemptOutcome) -> None:
+        if self.over:
+            return
+        self.node.journal.end_attempt(
+            AttemptChanged(
+                attempt_id=self.attempt_id,
+                job_id=self.spec.job_id,
+                loan_id=self.loan_id,
+                state=AttemptState.ENDED,
+                end=outcome.end,
+                exit_code=outcome.exit_code,
+                signal=outcome.signal,
+                started_at=outcome.started_at,
+                ended_at=outcome.ended_at,
+                peak_hbm_bytes=self.peak_hbm_bytes or None,
+                cleanup=outcome.cleanup,
+                reason=outcome.reason,
+            )
+        )
+        self.ended.set()
+        self.node.owners.attempts.pop(self.attempt_id, None)
+        self.loan.changed.set()
+        self.node.on_change()
+
+
+def attempt_path(node: Node, attempt_id: str) -> Path:
+    return Path(node.settings.data_dir) / "attempts" / attempt_id

@@ -1,0 +1,344 @@
+"""What is done to an engine, by its keeper and by a loan alike: park, wake, verify, close and open.
+
+Whoever acts holds ``hand``. The proofs are here, so a loan that ends and an agent that starts bring an engine back
+the same way: room before the resume, the engine's own word and its bytes after it, the canary before traffic.
+A call that got no answer is never repeated blindly: the engine is looked at again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from . import canary
+from .engine_process import EngineProcess, listening_pid
+from .engines.base import Answer, EngineAdapter, Observation
+from .errors import AgentError, EngineTimedOut
+from .gates.base import Gate
+from .node import Node
+from .probe import DeviceFacts
+from .processes import descendants, identity, is_same
+from .protocol.loans import LoanStep
+from .protocol.policy import EnginePolicy
+from .protocol.wire import EngineChanged, EngineState, GateState, ProcessIdentity, Reason
+from .settings import EngineSettings
+
+log = structlog.get_logger(__name__)
+
+POLL_SECONDS_FIRST: Final = 0.02
+POLL_SECONDS_MAX: Final = 1.0  # a signed status costs a nonce for 301 s
+_BACK_OFF_SECONDS_MAX: Final = 60.0
+_BYTES_BACK_SHARE: Final = 0.95
+_ROOM_ALERT_SECONDS: Final = 10.0
+_GOLDEN_KEPT_MAX: Final = 8
+
+StepSink = Callable[[LoanStep, dict[str, Any]], None]
+
+
+class EngineLost(AgentError):
+    """Gone, failed, or not back by its deadline. ``timed_out`` tells the last from the others."""
+
+    def __init__(self, text: str, *, timed_out: bool = False) -> None:
+        super().__init__(text)
+        self.timed_out = timed_out
+
+
+class CanaryFailed(AgentError):
+    """The answer is wrong, or did not come. ``timed_out`` tells which."""
+
+    def __init__(self, text: str, *, timed_out: bool = False) -> None:
+        super().__init__(text)
+        self.timed_out = timed_out
+
+
+class EngineHand:
+    """One engine with its process, its adapter and its gate."""
+
+    def __init__(
+        self, node: Node, engine_id: str, settings: EngineSettings, adapter: EngineAdapter, gate: Gate
+    ) -> None:
+        self.node = node
+        self.engine_id = engine_id
+        self.settings = settings
+        self.adapter = adapter
+        self.gate = gate
+        self.hand = asyncio.Lock()
+        directory = Path(node.settings.data_dir) / "engines" / settings.name
+        self.process = None if settings.command is None else EngineProcess(directory, engine_id, settings)
+        self.device_ids = [
+            device.device_id for device in node.devices.values() if device.index in settings.device_indexes
+        ]
+        self.data = node.journal.engine_data(settings.name)
+        kept = None if settings.policy_locked else node.journal.policy(engine_id)
+        self.policy_version, self.policy = (0, settings.policy) if kept is None else kept
+        self.state = EngineState.GONE
+        self.gate_state = GateState.UNKNOWN
+        self.verified = False
+        self.reason: Reason | None = None
+        self.device_bytes: dict[str, int] = {}
+        self._attached: ProcessIdentity | None = None
+        self._reported: EngineChanged | None = None
+        node.owners.engines[engine_id] = self.pids
+
+    # ---- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    @property
+    def footprint(self) -> dict[str, int]:
+        """Bytes by device that the engine held when it last ran and was right."""
+        return {str(key): int(value) for key, value in self.data.get("footprint", {}).items()}
+
+    @property
+    def process_identity(self) -> ProcessIdentity | None:
+        if self.process is not None:
+            return self.process.process if self.process.alive else None
+        if self._attached is None or not is_same(self._attached):
+            pid = listening_pid(int(self.settings.url.rsplit(":", 1)[1]))
+            self._attached = None if pid is None else identity(pid)
+        return self._attached
+
+    @property
+    def incarnation(self) -> str | None:
+        process = self.process_identity
+        return None if process is None else f"{process.boot_id}:{process.pid}:{process.start_ticks}"
+
+    def pids(self) -> set[int]:
+        process = self.process_identity
+        return set() if process is None else {process.pid, *descendants(process.pid)}
+
+    def bytes_on(self, facts: dict[str, DeviceFacts]) -> dict[str, int]:
+        pids = self.pids()
+        return {device_id: facts[device_id].bytes_of(pids) for device_id in self.device_ids}
+
+    def verified_now(self) -> bool:
+        """The process that runs is the one whose answer was right since its last park."""
+        return self.incarnation is not None and self.data.get("verified") == self.incarnation
+
+    def modes_in_effect(self) -> dict[str, str]:
+        if self.process is not None and self.process.restore_modes:
+            return self.process.restore_modes
+        return {tag: str(mode) for tag, mode in self.policy.restore_modes.items()}
+
+    def remember(self, **values: Any) -> None:
+        """Writes facts about the engine that the next agent needs."""
+        self.data = {**self.data, **values}
+        self.node.journal.set_engine_data(self.name, self.data)
+
+    def changed(self) -> EngineChanged:
+        process = self.process_identity
+        return EngineChanged(
+            engine_id=self.engine_id,
+            name=self.name,
+            engine_kind=self.settings.kind,
+            models=self.settings.models,
+            device_ids=self.device_ids,
+            supervised=self.process is not None,
+            state=self.state,
+            gate=self.gate_state,
+            verified=self.verified,
+            incarnation=self.incarnation,
+            device_bytes=self.device_bytes,
+            residual_bytes={str(key): int(value) for key, value in self.data.get("residual", {}).items()},
+            policy_version=self.policy_version,
+            processes={} if process is None else {"engine": process},
+            endpoint=f"http://{self.node.settings.gateway.listen}",
+            reason=self.reason,
+        )
+
+    def report(self) -> None:
+        """Reports the engine if anything about it changed since the last report."""
+        now = self.changed()
+        if now != self._reported:
+            self._reported = now
+            self.node.journal.report(now)
+            self.node.on_change()
+
+    def set_state(self, state: EngineState) -> None:
+        self.state = state
+        self.report()
+
+    # ---- room, wake -------------------------------------------------------------------------------------------
+
+    async def prove_room(self, step: StepSink) -> None:
+        """Waits, without bound and with an alert, until every device has what the engine takes back (S5)."""
+        loop = asyncio.get_running_loop()
+        began, alerted = loop.time(), False
+        while True:
+            facts = await self.node.look()
+            lack = self._lacking(facts)
+            if not lack:
+                step(LoanStep.ROOM_PROVED, {"free_bytes": {key: facts[key].free_bytes for key in self.device_ids}})
+                return
+            if not alerted and loop.time() - began > _ROOM_ALERT_SECONDS:
+                alerted = True
+                self.node.alert(
+                    "critical",
+                    "no_room_to_wake",
+                    f"engine {self.name} is not resumed: there is no room for it; its gate stays closed",
+                    engine_id=self.engine_id,
+                    data=lack,
+                )
+            await asyncio.sleep(min(POLL_SECONDS_MAX, self.node.settings.settle_poll_seconds))
+
+    def _lacking(self, facts: dict[str, DeviceFacts]) -> dict[str, Any]:
+        own = self.bytes_on(facts)
+        lack: dict[str, Any] = {}
+        for device_id, footprint_bytes in self.footprint.items():
+            if device_id in facts:
+                need = footprint_bytes - own.get(device_id, 0) + self.node.settings.wake_margin_bytes
+                if facts[device_id].free_bytes < need:
+                    lack[device_id] = {"need_bytes": need, "free_bytes": facts[device_id].free_bytes}
+        return lack
+
+    async def wake(
+        self,
+        step: StepSink,
+        policy: EnginePolicy | None = None,
+        on_out_of_memory: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Parked to running, with its bytes back: one resume call per proof of room. Raises EngineLost."""
+        policy = policy or self.policy
+        seen = await self.settled_state(policy.resume_seconds_max, "")
+        back_off = 0.5
+        while seen.state is not EngineState.RUNNING:
+            said = ""
+            await self.prove_room(step)
+            step(LoanStep.RESUME_SENT, {})
+            self.set_state(EngineState.WAKING)
+            try:
+                await self.adapter.resume(policy.resume_seconds_max)
+            except AgentError as error:
+                said = str(error)  # proves nothing either way: look again
+            seen = await self.settled_state(policy.resume_seconds_max, said)
+            if seen.state is EngineState.PARKED:
+                on_out_of_memory()
+                log.warning("the engine is still parked after a resume", engine=self.name, said=said)
+                await asyncio.sleep(back_off)
+                back_off = min(_BACK_OFF_SECONDS_MAX, back_off * 2)
+        await self._bytes_back(step)
+        self.set_state(EngineState.RUNNING)
+
+    async def settled_state(self, seconds_max: float, said: str) -> Observation:
+        """The state once it is `running` or `parked`; EngineLost if it is neither by the deadline."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds_max
+        pause = POLL_SECONDS_FIRST
+        while True:
+            seen = await self.adapter.observe()
+            if seen.state in (EngineState.RUNNING, EngineState.PARKED):
+                return seen
+            if self.process_identity is None:
+                self.set_state(EngineState.GONE)
+                raise EngineLost(f"engine {self.name} has no process any more {said}".strip())
+            self.set_state(seen.state)
+            if seen.state is EngineState.FAILED:
+                raise EngineLost(f"engine {self.name} says failed {said}".strip())
+            if loop.time() > deadline:
+                self.remember(condemned=self.incarnation)
+                raise EngineLost(
+                    f"engine {self.name} is still {seen.state} after {seconds_max} s {said}".strip(), timed_out=True
+                )
+            await asyncio.sleep(pause)
+            pause = min(POLL_SECONDS_MAX, pause * 1.5)
+
+    async def _bytes_back(self, step: StepSink) -> None:
+        self.device_bytes = self.bytes_on(await self.node.look())
+        for device_id, footprint_bytes in self.footprint.items():
+            held = self.device_bytes.get(device_id, 0)
+            if device_id in self.device_ids and held < footprint_bytes * _BYTES_BACK_SHARE:
+                self.remember(condemned=self.incarnation)
+                raise EngineLost(
+                    f"engine {self.name} says running and holds {held} of {footprint_bytes} bytes on {device_id}"
+                )
+        step(LoanStep.RUNNING_SEEN, {"device_bytes": self.device_bytes})
+
+    # ---- the canary -------------------------------------------------------------------------------------------
+
+    def _config_key(self, policy: EnginePolicy) -> str:
+        """What the golden answer belongs to: everything that may change an answer, restore modes left out."""
+        settings = self.settings
+        value = [settings.kind, settings.url, settings.command, settings.env, settings.models, settings.device_indexes]
+        prompt = None if policy.canary == "off" else [policy.canary.prompt, policy.canary.tokens]
+        return hashlib.sha256(json.dumps([value, prompt]).encode()).hexdigest()
+
+    def has_golden(self, policy: EnginePolicy | None = None) -> bool:
+        policy = policy or self.policy
+        return policy.canary == "off" or self._config_key(policy) in self.data.get("golden", {})
+
+    async def check_canary(self, policy: EnginePolicy | None = None, *, take_golden: bool = False) -> None:
+        """Raises CanaryFailed unless the engine's answer equals the golden one; fails closed."""
+        policy = policy or self.policy
+        if policy.canary == "off":
+            return
+        key, kept = self._config_key(policy), dict(self.data.get("golden", {}))
+        if key in kept:
+            golden = canary.from_json(kept[key])
+        elif take_golden:
+            golden = await self._ask(policy)  # asked again below: an answer that changes by itself proves nothing
+        else:
+            raise CanaryFailed(f"engine {self.name} has no golden answer for this canary")
+        wrong = canary.difference(golden, await self._ask(policy), policy.canary.logprob_tolerance)
+        if wrong is not None:
+            raise CanaryFailed(f"engine {self.name} answers {wrong}")
+        if key not in kept:
+            kept[key] = canary.to_json(golden)
+            self.remember(golden=dict(list(kept.items())[-_GOLDEN_KEPT_MAX:]))
+
+    async def _ask(self, policy: EnginePolicy) -> Answer:
+        assert policy.canary != "off"
+        try:
+            async with asyncio.timeout(policy.canary.deadline_seconds):
+                return await self.adapter.answer(policy.canary)
+        except (TimeoutError, EngineTimedOut) as error:
+            text = f"engine {self.name} did not answer the canary within {policy.canary.deadline_seconds} s"
+            raise CanaryFailed(text, timed_out=True) from error
+        except AgentError as error:
+            raise CanaryFailed(f"engine {self.name} refused the canary: {error}") from error
+
+    async def verify(self, step: StepSink, policy: EnginePolicy | None = None, *, take_golden: bool = False) -> None:
+        """The canary is right: this process is written down as verified. CanaryFailed condemns it."""
+        asked = self.incarnation
+        try:
+            await self.check_canary(policy, take_golden=take_golden)
+        except CanaryFailed:
+            self.remember(condemned=asked, verified=None)
+            raise
+        if asked is None or self.incarnation != asked:
+            raise EngineLost(f"engine {self.name} was replaced while it was verified")
+        self.device_bytes = self.bytes_on(await self.node.look())
+        self.remember(verified=asked, condemned=None, footprint=self.device_bytes)
+        step(LoanStep.VERIFIED, {})
+
+    # ---- the gate ---------------------------------------------------------------------------------------------
+
+    async def ensure_route(self) -> None:
+        await self.gate.ensure_route(self.engine_id, self.name, self.settings.models, self.settings.url)
+
+    async def close_gate(self, policy: EnginePolicy | None = None) -> int:
+        """Closes it; returns the requests that are in flight."""
+        policy = policy or self.policy
+        in_flight = await self.gate.close(
+            self.engine_id, policy.gate, policy.hold_requests_max, policy.hold_seconds_max
+        )
+        self.gate_state = GateState.CLOSED
+        return in_flight
+
+    async def open_gate(self, step: StepSink = lambda step, data: None) -> None:
+        """Opens it: only for the very process that was verified since its last park."""
+        if not self.verified_now():
+            raise EngineLost(f"engine {self.name} changed under our hands: its gate stays closed")
+        step(LoanStep.GATE_OPENING, {})
+        await self.gate.open(self.engine_id)
+        self.gate_state = GateState.OPEN
+        self.verified, self.reason = True, None
+        self.set_state(EngineState.RUNNING)
+        step(LoanStep.GATE_OPENED, {})

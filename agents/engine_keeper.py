@@ -1,0 +1,211 @@
+"""Keeps one engine running, right and routed, whenever no loan has it.
+
+The keeper and a loan never act at the same time: whoever acts holds ``hand``. An engine that is found parked, dead or
+closed without a loan is an orphan: its gate is closed, it is brought back by the same proofs as after a loan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import structlog
+
+from .engine_hand import POLL_SECONDS_FIRST, POLL_SECONDS_MAX, EngineHand, EngineLost, StepSink
+from .engine_process import EngineWillNotDie
+from .engines.base import EngineAdapter, Observation
+from .errors import AgentError
+from .gates.base import Gate
+from .node import Node
+from .protocol.policy import EnginePolicy
+from .protocol.wire import EngineState, GateState, Reason
+from .settings import EngineSettings
+
+log = structlog.get_logger(__name__)
+
+_BACK_OFF_SECONDS_MAX: Final = 60.0
+_UNHEALTHY_LOOKS_MAX: Final = 5
+# What may go wrong with an engine and is tried again; anything else is our own fault and ends the agent.
+ENGINE_TROUBLE: Final = (AgentError, EngineWillNotDie, OSError)  # GateError is an AgentError
+
+
+class EngineKeeper(EngineHand):
+    """An engine, and the loop that looks after it."""
+
+    def __init__(
+        self, node: Node, engine_id: str, settings: EngineSettings, adapter: EngineAdapter, gate: Gate
+    ) -> None:
+        super().__init__(node, engine_id, settings, adapter, gate)
+        self.restart_wanted = False
+        self.started_once = False
+        self._failures = 0
+        self._poked = asyncio.Event()
+
+    # ---- policy -------------------------------------------------------------------------------------------------
+
+    def set_policy(self, version: int, policy: EnginePolicy) -> str | None:
+        """Takes a newer policy; returns why not. Other restore modes restart a supervised engine when it is free."""
+        if version < self.policy_version:
+            return f"policy version {version} is older than {self.policy_version}"
+        if self.settings.policy_locked:
+            return "the agent's file locks this engine's policy"
+        refusal = self.adapter.refusal(policy)
+        if refusal is None and self.process is None and policy.restore_modes != self.policy.restore_modes:
+            refusal = "restore modes of an attached engine are fixed by whoever started it"
+        if refusal is not None:
+            return refusal
+        self.node.journal.set_policy(self.engine_id, version, policy)
+        self.policy_version, self.policy = version, policy
+        self.report()
+        self.poke()
+        return None
+
+    def needs_other_flags(self) -> bool:
+        wanted = {tag: str(mode) for tag, mode in self.policy.restore_modes.items()}
+        return self.process is not None and self.process.alive and self.modes_in_effect() != wanted
+
+    # ---- the loop -----------------------------------------------------------------------------------------------
+
+    def poke(self) -> None:
+        """Look at once instead of at the next poll."""
+        self._poked.set()
+
+    async def run(self) -> None:
+        """Until cancelled. A loan that holds ``hand`` stops it; nothing else does."""
+        while True:
+            pause = self.node.settings.engine_poll_seconds
+            async with self.hand:
+                try:
+                    await self.look_after()
+                    self._failures = 0
+                except ENGINE_TROUBLE as error:
+                    self._failures += 1
+                    self._say(error)
+                    pause = min(_BACK_OFF_SECONDS_MAX, 0.25 * 2 ** min(self._failures, 10))
+            await self._pause(pause)
+
+    async def _pause(self, seconds: float) -> None:
+        """Waits, but not past the end of the process or a poke."""
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._poked.wait())]
+        if self.process is not None and self.process.alive:
+            waits.append(asyncio.ensure_future(self.process.wait_gone(seconds)))
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        self._poked.clear()
+
+    def _say(self, error: BaseException) -> None:
+        self.reason = Reason(code="EngineNotReady", sentence=str(error))
+        log.warning("engine is not ready", engine=self.name, failures=self._failures, error=str(error))
+        if self._failures in (1, 5, 20):
+            self.node.alert(
+                "critical" if self._failures > 1 else "warning",
+                "engine_not_ready",
+                f"engine {self.name} is not ready: {error}",
+                engine_id=self.engine_id,
+            )
+        self.report()
+
+    async def look_after(self) -> None:
+        """One round: leaves a right engine alone, brings any other back."""
+        await self.ensure_route()
+        if self.restart_wanted or self.needs_other_flags():
+            await self._stop_gently()
+        elif await self._is_well():
+            return
+        await self.bring_back(lambda step, data: None)
+
+    async def _is_well(self) -> bool:
+        if not self.verified_now():
+            self.state = EngineState.GONE if self.process_identity is None else EngineState.STARTING
+            return False
+        seen = await self.adapter.observe()
+        for _ in range(_UNHEALTHY_LOOKS_MAX):
+            if seen.state is not EngineState.UNREACHABLE or self.process_identity is None:
+                break
+            await asyncio.sleep(POLL_SECONDS_MAX)
+            seen = await self.adapter.observe()
+        if seen.state is not EngineState.RUNNING:
+            self.node.alert(
+                "critical",
+                "engine_not_running",
+                f"engine {self.name} is {seen.state} and no loan has it. {seen.detail}".strip(),
+                engine_id=self.engine_id,
+            )
+            return False
+        gate = await self.gate.observe(self.engine_id)
+        self.gate_state = gate.state
+        if not self.has_golden():
+            await self.check_canary(take_golden=True)  # a new canary; the process was right by the old one
+        if gate.state is not GateState.OPEN:
+            await self.open_gate()  # the gateway is a new one: same process, nothing was released since
+        self.device_bytes = self.bytes_on(await self.node.look())
+        self.state, self.verified, self.reason = EngineState.RUNNING, True, None
+        self.report()
+        return True
+
+    async def _stop_gently(self) -> None:
+        await self.close_gate()
+        await self.gate.wait_drained(self.engine_id, self.policy.drain_seconds_max)
+        self.remember(verified=None)
+        if self.process is not None:
+            await self.process.stop(self.settings.stop_seconds_max)
+        self.restart_wanted = False
+
+    # ---- bringing an engine back --------------------------------------------------------------------------------
+
+    async def bring_back(self, step: StepSink) -> None:
+        """From any state to running, right and routed. Raises, with the gate closed, if it is not."""
+        await self.ensure_route()
+        await self.close_gate()
+        self.verified = False
+        self.report()
+        seen = await self._ensure_process(step)
+        if seen.state is not EngineState.RUNNING:
+            await self.wake(step)
+        await self.verify(step, take_golden=True)
+        await self.open_gate(step)
+
+    async def _ensure_process(self, step: StepSink) -> Observation:
+        """A process that answers; restarts a supervised one that is gone, failed or condemned, where it may."""
+        incarnation = self.incarnation
+        seen = Observation(EngineState.GONE) if incarnation is None else await self.adapter.observe()
+        condemned = incarnation is not None and self.data.get("condemned") == incarnation
+        # Alive, verified once, and silent: waiting for its start to end would wait for ever.
+        stuck = seen.state is EngineState.UNREACHABLE and self.data.get("verified") == incarnation
+        broken = seen.state in (EngineState.GONE, EngineState.FAILED) or condemned or stuck
+        if self.process is None:
+            if broken and not condemned:
+                self.set_state(seen.state)
+                raise EngineLost(f"attached engine {self.name} is {seen.state}. {seen.detail}".strip())
+            return seen  # a condemned one is asked again: its owner may have mended it
+        if broken:
+            if self.policy.restart == "never" and self.started_once:
+                self.set_state(seen.state)
+                raise EngineLost(f"engine {self.name} is {seen.state} and its policy says restart = never")
+            await self.process.stop(self.settings.stop_seconds_max)
+            await self.prove_room(step)
+            self.process.start(self.policy)
+            self.started_once = True
+            log.info("engine started", engine=self.name, incarnation=self.incarnation)
+        self.set_state(EngineState.STARTING)
+        return await self._wait_healthy()
+
+    async def _wait_healthy(self) -> Observation:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.settings.health_seconds_max
+        pause = POLL_SECONDS_FIRST
+        while True:
+            if await self.adapter.healthy():
+                seen = await self.adapter.observe()
+                if seen.state is not EngineState.UNREACHABLE:
+                    self.set_state(seen.state)
+                    return seen
+            if self.process is not None and not self.process.alive:
+                self.set_state(EngineState.GONE)
+                raise EngineLost(f"engine {self.name} ended while it started; see {self.process.log_path}")
+            if loop.time() > deadline:
+                self.remember(condemned=self.incarnation)
+                raise EngineLost(f"engine {self.name} was not healthy within {self.settings.health_seconds_max} s")
+            await asyncio.sleep(pause)
+            pause = min(POLL_SECONDS_MAX, pause * 1.5)

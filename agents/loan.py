@@ -1,0 +1,290 @@
+"""One loan, from closing traffic to opening it again: who may act, what was written down, what comes next.
+
+The journal is written before each act; an agent that starts again takes up every open loan at the state that is
+written down, looks at the engines and goes on. The agent finishes a loan with no scheduler in sight.
+
+What happens in each state is in the modules beside this one: ``loan_release`` (draining, parking, settling),
+``loan_work`` (lent, recalling) and ``loan_restore`` (waking, verifying, faulted).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack
+from typing import Any, Final, TypeVar
+
+import structlog
+
+from . import loan_release, loan_restore, loan_work
+from .attempt_run import AttemptRun, Stop
+from .engine_hand import StepSink
+from .engine_keeper import EngineKeeper
+from .journal import LoanRow, boottime
+from .node import Node
+from .protocol.loans import LoanEvent, LoanState, LoanStep, advance
+from .protocol.policy import EnginePolicy
+from .protocol.wire import AttemptEnd, AttemptSpec, HeldLoan, LoanChanged, Reason
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+HAND_SECONDS_MAX: Final = 10.0
+# Recall reasons that the agent gives itself; others come with the order.
+RESTORE_BY: Final = "RestoreBy"
+
+
+class Recalled(Exception):
+    """A recall came while something that may be broken off was waited for."""
+
+
+class Loan:
+    """One open loan on this node. ``run`` takes it from where it is to its end."""
+
+    def __init__(self, node: Node, row: LoanRow, keepers: dict[str, EngineKeeper]) -> None:
+        self.node = node
+        self.order = row.order
+        self.loan_id = row.order.loan_id
+        self.state = row.state
+        self.reason = row.reason
+        self.restore_by_boottime = row.restore_by_boottime
+        self.engine_lost = set(row.engine_lost)
+        self.engines = [keepers[engine_id] for engine_id in row.order.engine_ids]
+        written = node.journal.steps(self.loan_id)
+        self.taken = {(row.step, row.engine_id) for row in written}
+        self._intended = {row.attempt_id for row in written if row.step is LoanStep.SPAWN_INTENT}
+        self.attempts: dict[str, AttemptRun] = {}
+        self.closed = asyncio.Event()
+        self.holding = asyncio.Event()  # set once this loan alone acts on its engines
+        self.changed = asyncio.Event()  # something came in: a recall, an attempt, a new deadline
+        self._recalled = asyncio.Event()
+        self.recall_reason = row.recalled
+        self.idle_recall = False
+        if row.recalled is not None:
+            self._recalled.set()
+        for spec, stop in node.journal.live_attempts(self.loan_id):
+            self._add(spec, stop)
+
+    # ---- what it is -------------------------------------------------------------------------------------------
+
+    def policy_of(self, keeper: EngineKeeper) -> EnginePolicy:
+        """The snapshot that rules this loan, whatever was set since."""
+        return self.order.policies.get(keeper.engine_id, keeper.policy)
+
+    def held(self) -> HeldLoan:
+        return HeldLoan(
+            loan_id=self.loan_id,
+            epoch=self.order.epoch,
+            state=self.state,
+            device_ids=self.order.device_ids,
+            engine_ids=self.order.engine_ids,
+            attempt_ids=[run.attempt_id for run in self.attempts.values() if not run.over],
+        )
+
+    @property
+    def recalled(self) -> bool:
+        return self._recalled.is_set()
+
+    @property
+    def live_attempts(self) -> list[AttemptRun]:
+        return [run for run in self.attempts.values() if not run.over]
+
+    # ---- what comes in ----------------------------------------------------------------------------------------
+
+    def recall(self, reason: str) -> None:
+        """The loan ends as soon as it safely can; running attempts are stopped and queued again."""
+        if not self.recalled:
+            self.recall_reason = reason
+            self.node.journal.set_loan(self.loan_id, recalled=reason)
+            self._recalled.set()
+            self.changed.set()
+
+    def recall_if_idle(self) -> None:
+        """Nothing more will come for this loan."""
+        self.idle_recall = True
+        self.changed.set()
+
+    def add_attempt(self, spec: AttemptSpec) -> bool:
+        """False if the loan takes no more work, or had this attempt."""
+        if self.recalled or self.state not in (
+            LoanState.DRAINING,
+            LoanState.PARKING,
+            LoanState.SETTLING,
+            LoanState.LENT,
+        ):
+            return False
+        if not self.node.journal.accept_attempt(self.loan_id, spec):
+            return False
+        self.idle_recall = False
+        self._add(spec, None)
+        self.changed.set()
+        return True
+
+    def _add(self, spec: AttemptSpec, stop: str | None) -> None:
+        run = AttemptRun(self.node, self.loan_id, spec, self, intended=spec.attempt_id in self._intended)
+        self.attempts[spec.attempt_id] = run
+        if stop is not None:
+            run.stop(AttemptEnd.CANCELLED if stop == AttemptEnd.CANCELLED else AttemptEnd.PREEMPTED)
+
+    def stop_attempt(self, attempt_id: str, end: Stop) -> bool:
+        run = self.attempts.get(attempt_id)
+        if run is None or run.over:
+            return False
+        self.node.journal.stop_attempt(attempt_id, end)
+        run.stop(end)
+        self.changed.set()
+        return True
+
+    def set_restore_by(self, seconds: float) -> None:
+        self.restore_by_boottime = boottime() + seconds
+        self.node.journal.set_loan(self.loan_id, restore_by=self.restore_by_boottime)
+        for run in self.live_attempts:
+            run.set_restore_by(self.restore_by_boottime)
+        self.changed.set()
+
+    # ---- what is written down ---------------------------------------------------------------------------------
+
+    def take(self, event: LoanEvent, reason: Reason | None = None, engine: EngineKeeper | None = None) -> LoanState:
+        """Advances the machine by ``event``, durably, with its report."""
+        self.state = advance(self.loan_id, self.state, event)
+        if event is LoanEvent.ENGINE_LOST and engine is not None:
+            self.engine_lost.add(engine.engine_id)
+        self.reason = reason or self.reason
+        journal = self.node.journal
+        with journal.together():
+            journal.set_loan(self.loan_id, state=self.state, reason=reason, engine_lost=frozenset(self.engine_lost))
+            journal.report(
+                LoanChanged(
+                    loan_id=self.loan_id,
+                    epoch=self.order.epoch,
+                    event=event,
+                    state=self.state,
+                    reason=reason,
+                    engine_id=None if engine is None else engine.engine_id,
+                    engine_lost=bool(self.engine_lost),
+                )
+            )
+        log.info("loan", loan=self.loan_id, loan_event=event, state=self.state, reason=reason and reason.sentence)
+        self.node.on_change()
+        return self.state
+
+    def step(
+        self,
+        step: LoanStep,
+        engine: EngineKeeper | None = None,
+        attempt_id: str | None = None,
+        data: dict[str, Any] | None = None,
+    ) -> None:
+        engine_id = None if engine is None else engine.engine_id
+        self.node.journal.write_step(self.loan_id, step, engine_id=engine_id, attempt_id=attempt_id, data=data)
+        self.taken.add((step, engine_id))
+
+    def sink(self, engine: EngineKeeper) -> StepSink:
+        """For what an engine's hand does on behalf of this loan."""
+
+        def write(step: LoanStep, data: dict[str, Any]) -> None:
+            self.step(step, engine, data=data)
+
+        return write
+
+    def has(self, step: LoanStep, engine: EngineKeeper) -> bool:
+        return (step, engine.engine_id) in self.taken
+
+    # ---- waiting ----------------------------------------------------------------------------------------------
+
+    def seconds_left(self) -> float | None:
+        return None if self.restore_by_boottime is None else self.restore_by_boottime - boottime()
+
+    async def unless_recalled(self, act: Awaitable[T]) -> T:
+        """The result of ``act``, which may be broken off; raises Recalled if a recall or ``restore_by`` comes first."""
+        task = asyncio.ensure_future(act)
+        watch = asyncio.ensure_future(self._recall_comes())
+        try:
+            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Recalled
+            return await task
+        finally:
+            for left in (task, watch):
+                left.cancel()
+            await asyncio.gather(task, watch, return_exceptions=True)
+
+    async def _recall_comes(self) -> None:
+        while not self.recalled:
+            left = self.seconds_left()
+            if left is not None and left <= 0:
+                self.recall(RESTORE_BY)
+                return
+            if self.idle_recall and not self.live_attempts:
+                self.recall("NothingLeftToRun")
+                return
+            self.changed.clear()
+            try:
+                async with asyncio.timeout(left):
+                    await self.changed.wait()
+            except TimeoutError:
+                continue
+
+    def recall_event(self) -> LoanEvent:
+        return LoanEvent.RESTORE_BY_REACHED if self.recall_reason == RESTORE_BY else LoanEvent.RECALLED
+
+    # ---- the whole --------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """To the end. Cancelling it (the agent stops) leaves everything as it is for the next agent."""
+        async with AsyncExitStack() as hands:
+            try:
+                await self._take_hands(hands)
+                self.holding.set()
+                while self.state is not LoanState.CLOSED:
+                    await self._act()
+                self._finish()
+            finally:
+                self.holding.set()
+        for engine in self.engines:
+            engine.poke()
+
+    async def _take_hands(self, hands: AsyncExitStack) -> None:
+        for engine in sorted(self.engines, key=lambda keeper: keeper.engine_id):
+            if self.state is not LoanState.DRAINING:
+                await hands.enter_async_context(engine.hand)
+                continue
+            try:
+                async with asyncio.timeout(HAND_SECONDS_MAX):
+                    await hands.enter_async_context(engine.hand)
+            except TimeoutError:
+                sentence = f"engine {engine.name} is being looked after and cannot be lent now"
+                self.take(LoanEvent.PREFLIGHT_REFUSED, Reason(code="EngineNotReady", sentence=sentence))
+                return
+
+    async def _act(self) -> None:
+        match self.state:
+            case LoanState.DRAINING:
+                await loan_release.drain(self)
+            case LoanState.PARKING:
+                await loan_release.park(self)
+            case LoanState.SETTLING:
+                await loan_release.settle(self)
+            case LoanState.LENT:
+                await loan_work.work(self)
+            case LoanState.RECALLING:
+                await loan_work.clear(self)
+            case LoanState.WAKING | LoanState.VERIFYING:
+                await loan_restore.restore(self)
+            case LoanState.FAULTED:
+                await loan_restore.recover(self)
+            case LoanState.CLOSED:
+                return
+
+    def end_unstarted(self, reason: Reason | None) -> None:
+        """Every attempt that was never started is over, proved: its job may be queued again."""
+        for run in self.live_attempts:
+            if not run.started:
+                run.end_unstarted(reason)
+
+    def _finish(self) -> None:
+        self.end_unstarted(self.reason)
+        self.node.host_ram.release(self.loan_id)
+        self.step(LoanStep.CLOSED)
+        self.closed.set()
+        self.node.on_change()

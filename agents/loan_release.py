@@ -1,0 +1,381 @@
+"""Draining, parking and settling: traffic off, the engine asked once, the memory proved free.
+
+Until ``park_sent`` nothing is released and everything may be broken off: the gate is opened again. From then on a
+recall is only marked, and waking begins once the engine says parked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from ..vmm.tags import KEEPS_CONTENTS
+from .engine_hand import POLL_SECONDS_FIRST, POLL_SECONDS_MAX, CanaryFailed, EngineLost
+from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
+from .engines.base import Observation
+from .errors import AgentError, EngineAuthRefused, EngineRefused
+from .gates.base import GateError
+from .probe import DeviceFacts
+from .protocol.loans import LoanEvent, LoanStep
+from .protocol.wire import EngineState, Reason
+from .tasks import all_or_none
+
+if TYPE_CHECKING:
+    from .loan import Loan
+
+log = structlog.get_logger(__name__)
+
+CLOCK_SKEW_SECONDS_MAX: Final = 60.0
+_PARKING_GRACE_SECONDS: Final = 30.0
+_RUNNING_LOOKS: Final = 3  # after a park call without an answer: so often `running` means that it was not taken
+
+
+class Refused(Exception):
+    """The loan ends before anything is released. ``event`` says by which edge."""
+
+    def __init__(self, event: LoanEvent, code: str, sentence: str, data: dict[str, Any] | None = None) -> None:
+        super().__init__(sentence)
+        self.event = event
+        self.reason = Reason(code=code, sentence=sentence, data=data or {})
+
+
+# ---- draining ---------------------------------------------------------------------------------------------------
+
+
+async def drain(loan: Loan) -> None:
+    """Draining to parking; or closed with the gates open again; or faulted."""
+    from .loan import Recalled
+
+    if any(loan.has(LoanStep.GATE_CLOSING, engine) for engine in loan.engines):
+        # An agent died here. Nothing was released, so the loan is not worth its risk: it ends.
+        loan.recall("AgentRestarted")
+    try:
+        event = await loan.unless_recalled(_drain(loan))
+    except Recalled:
+        await _reopen(loan)
+        sentence = f"the loan was recalled before anything was released ({loan.recall_reason})"
+        loan.take(loan.recall_event(), Reason(code=loan.recall_reason or "Recalled", sentence=sentence))
+    except Refused as refused:
+        await _reopen(loan)
+        loan.take(refused.event, refused.reason)
+        wrong = refused.event is LoanEvent.GOLDEN_WRONG
+        loan.node.alert(
+            "critical" if wrong else "warning", "loan_refused", refused.reason.sentence, loan_id=loan.loan_id
+        )
+    except EngineLost as lost:
+        loan.take(LoanEvent.ENGINE_LOST, Reason(code="EngineLost", sentence=str(lost)))
+    else:
+        loan.take(event)
+
+
+async def _drain(loan: Loan) -> LoanEvent:
+    await _preflight(loan)
+    events = await all_or_none(*(_drain_engine(loan, engine) for engine in loan.engines))
+    forced = LoanEvent.DRAIN_DEADLINE_FORCED
+    return forced if forced in events else LoanEvent.DRAINED
+
+
+async def _preflight(loan: Loan) -> None:
+    node = loan.node
+    if node.disk_is_short():
+        raise Refused(LoanEvent.PREFLIGHT_REFUSED, "DiskReserve", "the agent's disk is too full to keep a journal")
+    for device_id in loan.order.device_ids:
+        if device_id in node.quarantined:
+            raise Refused(LoanEvent.PREFLIGHT_REFUSED, "Quarantined", node.quarantined[device_id].sentence)
+    facts = await node.look()
+    _refuse_foreign(loan, facts)
+    backup_bytes = 0
+    for engine in loan.engines:
+        await _preflight_engine(loan, engine)
+        held = engine.bytes_on(facts)
+        engine.device_bytes = held
+        if any(mode in KEEPS_CONTENTS for mode in loan.policy_of(engine).restore_modes.values()):
+            # Its wire does not tell bytes by tag: what it holds on its devices is the most a backup can take.
+            backup_bytes += sum(held.values())
+    have = node.host_ram.reserve(loan.loan_id, backup_bytes)
+    if have is not None:
+        raise Refused(
+            LoanEvent.PREFLIGHT_REFUSED,
+            "HostRAMForBackup",
+            f"the backups need {backup_bytes} bytes of host memory and {have} are to be had",
+            {"need_bytes": backup_bytes, "have_bytes": have},
+        )
+    for engine in loan.engines:
+        loan.step(LoanStep.PREFLIGHTED, engine, data={"device_bytes": engine.device_bytes})
+
+
+def _refuse_foreign(loan: Loan, facts: dict[str, DeviceFacts]) -> None:
+    for device_id in loan.order.device_ids:
+        foreign = loan.node.foreign(facts[device_id])
+        if foreign:
+            raise Refused(LoanEvent.PREFLIGHT_REFUSED, *_foreign_words(device_id, foreign))
+
+
+def _foreign_words(device_id: str, foreign: dict[int, int]) -> tuple[str, str, dict[str, Any]]:
+    pid, held = max(foreign.items(), key=lambda item: item[1])
+    return (
+        "ForeignProcess",
+        f"process {pid}, which is not ours, holds {held} bytes on device {device_id}",
+        {"device_id": device_id, "bytes_by_pid": {str(key): value for key, value in foreign.items()}},
+    )
+
+
+async def _preflight_engine(loan: Loan, engine: EngineKeeper) -> None:
+    policy = loan.policy_of(engine)
+    wanted = {tag: str(mode) for tag, mode in policy.restore_modes.items()}
+    if not engine.verified_now():
+        raise Refused(LoanEvent.PREFLIGHT_REFUSED, "EngineNotReady", f"engine {engine.name} is not verified")
+    if engine.modes_in_effect() != wanted:
+        sentence = f"engine {engine.name} was not started with the restore modes of its policy yet"
+        raise Refused(LoanEvent.PREFLIGHT_REFUSED, "PolicyNotInEffect", sentence)
+    refusal = engine.adapter.refusal(policy)
+    if refusal is not None:
+        raise Refused(LoanEvent.PREFLIGHT_REFUSED, "PolicyRefused", refusal)
+    seen = await engine.adapter.observe()
+    if seen.state is not EngineState.RUNNING:
+        if engine.process_identity is None or seen.state is EngineState.FAILED:
+            raise EngineLost(f"engine {engine.name} is {seen.state}. {seen.detail}".strip())
+        raise Refused(LoanEvent.PREFLIGHT_REFUSED, "EngineNotReady", f"engine {engine.name} is {seen.state}")
+    if seen.clock_skew_seconds is not None and abs(seen.clock_skew_seconds) > CLOCK_SKEW_SECONDS_MAX:
+        sentence = (
+            f"the clock of engine {engine.name} is {seen.clock_skew_seconds:.0f} s off: a resume could not be signed"
+        )
+        raise Refused(LoanEvent.PREFLIGHT_REFUSED, "ClockSkew", sentence)
+
+
+async def _drain_engine(loan: Loan, engine: EngineKeeper) -> LoanEvent:
+    policy = loan.policy_of(engine)
+    event = LoanEvent.DRAINED
+    loan.step(LoanStep.GATE_CLOSING, engine)
+    try:
+        in_flight = await engine.close_gate(policy)
+        loan.step(LoanStep.GATE_CLOSED, engine, data={"in_flight": in_flight})
+        engine.report()
+        left = await engine.gate.wait_drained(engine.engine_id, policy.drain_seconds_max)
+        if left and policy.on_drain_deadline == "abort_loan":
+            raise Refused(
+                LoanEvent.DRAIN_DEADLINE_ABORTED,
+                "WaitingForDrain",
+                f"{left} requests to engine {engine.name} did not end within {policy.drain_seconds_max} s",
+                {"in_flight": left},
+            )
+        if left:
+            event = LoanEvent.DRAIN_DEADLINE_FORCED
+            await engine.gate.abort(engine.engine_id)
+            left = await engine.gate.wait_drained(engine.engine_id, policy.drain_seconds_max)
+            if left:
+                sentence = f"{left} requests to engine {engine.name} could not be aborted"
+                raise Refused(LoanEvent.DRAIN_DEADLINE_ABORTED, "WaitingForDrain", sentence, {"in_flight": left})
+    except GateError as error:
+        sentence = f"the gate of engine {engine.name} does not answer: {error}"
+        raise Refused(LoanEvent.PREFLIGHT_REFUSED, "GateUnreachable", sentence) from error
+    try:
+        await engine.check_canary(policy)
+    except CanaryFailed as error:
+        if engine.process_identity is None:
+            raise EngineLost(f"engine {engine.name} ended while it was drained") from error
+        raise Refused(LoanEvent.GOLDEN_WRONG, "GoldenWrong", str(error)) from error
+    loan.step(LoanStep.IN_FLIGHT_ZERO, engine)
+    return event
+
+
+async def _reopen(loan: Loan) -> None:
+    """Opens again what was closed; the keeper does it when this fails."""
+    for engine in loan.engines:
+        if not loan.has(LoanStep.GATE_CLOSING, engine):
+            continue
+        try:
+            seen = await engine.adapter.observe()
+            if seen.state is EngineState.RUNNING:
+                await engine.open_gate(loan.sink(engine))
+        except ENGINE_TROUBLE as error:
+            log.warning("the gate was not opened again; its keeper will", engine=engine.name, error=str(error))
+        engine.report()
+
+
+# ---- parking ----------------------------------------------------------------------------------------------------
+
+
+async def park(loan: Loan) -> None:
+    """Parking to settling; or closed (nothing was released); or faulted."""
+    results = await asyncio.gather(*(_park_engine(loan, engine) for engine in loan.engines), return_exceptions=True)
+    lost = _first(results, EngineLost)
+    refused = _first(results, Refused)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, EngineLost | Refused):
+            raise result
+    if lost is not None:
+        loan.take(LoanEvent.ENGINE_LOST, Reason(code="EngineLost", sentence=str(lost)))
+    elif refused is not None and all(isinstance(result, Refused) for result in results):
+        await _take_back(loan, refused)
+    else:
+        if refused is not None:
+            loan.recall(refused.reason.code)
+        loan.take(LoanEvent.PARKED, None if refused is None else refused.reason)
+
+
+def _first(results: list[Any], kind: type[Any]) -> Any:
+    return next((result for result in results if isinstance(result, kind)), None)
+
+
+async def _take_back(loan: Loan, refused: Refused) -> None:
+    """No engine released anything; still nothing is routed without a right answer."""
+    for engine in loan.engines:
+        try:
+            await engine.verify(loan.sink(engine), loan.policy_of(engine))
+            await engine.open_gate(loan.sink(engine))
+        except ENGINE_TROUBLE as error:
+            loan.take(LoanEvent.ENGINE_LOST, Reason(code="EngineLost", sentence=str(error)), engine)
+            return
+    loan.take(LoanEvent.PARK_REFUSED, refused.reason)
+
+
+async def _park_engine(loan: Loan, engine: EngineKeeper) -> None:
+    """Returns once the engine says parked; raises Refused (it runs on) or EngineLost."""
+    policy = loan.policy_of(engine)
+    if loan.has(LoanStep.PARKED_SEEN, engine):
+        return
+    said = ""
+    if not loan.has(LoanStep.PARK_SENT, engine):
+        tags = sorted(policy.restore_modes)
+        engine.remember(verified=None)
+        loan.step(LoanStep.PARK_SENT, engine, data={"tags": tags, "device_bytes": engine.device_bytes})
+        engine.set_state(EngineState.PARKING)
+        try:
+            await engine.adapter.park(tags, policy.park_call_seconds_max)
+        except (EngineRefused, EngineAuthRefused) as error:
+            said = str(error)
+        except AgentError as error:
+            said = str(error)  # unknown: look, never ask again
+    seen = await _parked_or_not(loan, engine, said)
+    if seen.state is EngineState.RUNNING:
+        raise Refused(
+            LoanEvent.PARK_REFUSED, "ParkRefused", f"engine {engine.name} did not park: {said or 'no reason'}"
+        )
+    wanted = set(policy.restore_modes)
+    if not set(seen.parked_tags) & wanted:
+        raise EngineLost(f"engine {engine.name} is parked without the tags {sorted(wanted)}")
+    engine.set_state(EngineState.PARKED)
+    loan.step(LoanStep.PARKED_SEEN, engine, data={"parked_tags": list(seen.parked_tags)})
+
+
+async def _parked_or_not(loan: Loan, engine: EngineKeeper, said: str) -> Observation:
+    """The engine's state once it is `parked`, or surely `running`; EngineLost past every deadline."""
+    loop = asyncio.get_running_loop()
+    deadline, marked = loop.time() + loan.policy_of(engine).park_call_seconds_max, False
+    pause, running = POLL_SECONDS_FIRST, 0
+    while True:
+        seen = await engine.adapter.observe()
+        running = running + 1 if seen.state is EngineState.RUNNING else 0
+        if seen.state is EngineState.PARKED or running >= _RUNNING_LOOKS:
+            return seen
+        if engine.process_identity is None or seen.state is EngineState.FAILED:
+            engine.set_state(EngineState.GONE if engine.process_identity is None else EngineState.FAILED)
+            raise EngineLost(f"engine {engine.name} was lost while it parked. {said}".strip())
+        if loop.time() > deadline and not marked:
+            marked, deadline = True, loop.time() + _PARKING_GRACE_SECONDS
+            reason = Reason(code="ParkDeadline", sentence=f"engine {engine.name} is still {seen.state}")
+            loan.take(LoanEvent.PARK_DEADLINE, reason, engine)
+            loan.recall("ParkDeadline")
+            loan.node.alert("critical", "park_deadline", reason.sentence, engine_id=engine.engine_id)
+        elif loop.time() > deadline:
+            engine.remember(condemned=engine.incarnation)
+            raise EngineLost(f"engine {engine.name} is still {seen.state} long after its park deadline", timed_out=True)
+        await asyncio.sleep(pause)
+        pause = min(POLL_SECONDS_MAX, pause * 1.5)
+
+
+# ---- settling ---------------------------------------------------------------------------------------------------
+
+
+async def settle(loan: Loan) -> None:
+    """Settling to lent after k equal samples that cover the need on every device; else waking, or faulted."""
+    policies = [loan.policy_of(engine) for engine in loan.engines]
+    samples_wanted = max((policy.settle_samples for policy in policies), default=1)
+    deadline = time.monotonic() + max((policy.settle_seconds_max for policy in policies), default=15.0)
+    need_bytes = loan.order.need_bytes + loan.node.settings.spawn_margin_bytes
+    last: Any = None
+    equal = 0
+    for run in loan.live_attempts:
+        run.prepare()  # its runner starts while the memory settles; it waits for our word
+    while True:
+        if loan.idle_recall and not loan.live_attempts:
+            loan.recall("NothingLeftToRun")
+        left = loan.seconds_left()
+        if left is not None and left <= 0:
+            loan.recall("RestoreBy")
+        if loan.recalled:
+            _back_to_waking(
+                loan, loan.recall_event(), Reason(code=loan.recall_reason or "Recalled", sentence="recalled")
+            )
+            return
+        facts = await loan.node.look()
+        for engine in loan.engines:
+            if engine.process_identity is None:
+                engine.set_state(EngineState.GONE)
+                sentence = f"engine {engine.name} ended while it was parked"
+                loan.take(LoanEvent.ENGINE_LOST, Reason(code="EngineLost", sentence=sentence), engine)
+                return
+        for device_id in loan.order.device_ids:
+            foreign = loan.node.foreign(facts[device_id])
+            if foreign:
+                code, sentence, data = _foreign_words(device_id, foreign)
+                _back_to_waking(loan, LoanEvent.FOREIGN_PROCESS, Reason(code=code, sentence=sentence, data=data))
+                return
+        sample = (
+            [(engine.bytes_on(facts)) for engine in loan.engines],
+            {device_id: facts[device_id].free_bytes for device_id in loan.order.device_ids},
+        )
+        covered = all(free >= need_bytes for free in sample[1].values())
+        equal = 0 if not covered else (equal + 1 if sample == last else 1)
+        last = sample
+        if equal >= samples_wanted:
+            _settled(loan, facts)
+            return
+        if time.monotonic() > deadline:
+            _not_free(loan, facts, need_bytes)
+            return
+        await asyncio.sleep(loan.node.settings.settle_poll_seconds)
+
+
+def _back_to_waking(loan: Loan, event: LoanEvent, reason: Reason) -> None:
+    if not loan.engines:
+        event = LoanEvent.GROUPS_EMPTY_WITHOUT_ENGINE
+    loan.take(event, reason)
+    loan.end_unstarted(reason)
+
+
+def _settled(loan: Loan, facts: dict[str, DeviceFacts]) -> None:
+    free = {device_id: facts[device_id].free_bytes for device_id in loan.order.device_ids}
+    for engine in loan.engines:
+        residual = engine.bytes_on(facts)
+        engine.device_bytes = residual
+        engine.remember(residual=residual)
+        engine.report()
+        loan.step(LoanStep.SETTLED, engine, data={"device_bytes": residual, "free_bytes": free})
+    if not loan.engines:
+        loan.step(LoanStep.SETTLED, data={"free_bytes": free})
+    loan.take(LoanEvent.MEMORY_FREE)
+
+
+def _not_free(loan: Loan, facts: dict[str, DeviceFacts], need_bytes: int) -> None:
+    short = {
+        device_id: {
+            "need_bytes": need_bytes,
+            "free_bytes": facts[device_id].free_bytes,
+            "bytes_by_pid": {str(pid): held for pid, held in facts[device_id].bytes_by_pid.items()},
+        }
+        for device_id in loan.order.device_ids
+        if facts[device_id].free_bytes < need_bytes
+    }
+    names = ", ".join(engine.name for engine in loan.engines) or "no engine"
+    sentence = f"{need_bytes} bytes did not become free after the park of {names}"
+    if not short:
+        sentence = f"the memory of {names} did not stop changing after the park"
+    reason = Reason(code="HBMNotFreed", sentence=sentence, data={"devices": short})
+    _back_to_waking(loan, LoanEvent.MEMORY_NOT_FREE, reason)
+    for engine in loan.engines:
+        loan.node.alert("critical", "park_ineffective", sentence, engine_id=engine.engine_id, loan_id=loan.loan_id)

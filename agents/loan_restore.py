@@ -1,0 +1,115 @@
+"""Waking, verifying and faulted: the engines come back, each behind its own proofs, and only then traffic.
+
+An engine of the loan that is right serves again even while another one is still in trouble.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from .engine_hand import CanaryFailed, EngineLost
+from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
+from .gates.base import GateError
+from .protocol.loans import LoanEvent, LoanState
+from .protocol.wire import EngineState, GateState, Reason
+
+if TYPE_CHECKING:
+    from .loan import Loan
+
+log = structlog.get_logger(__name__)
+
+_BACK_OFF_SECONDS_FIRST: Final = 0.25
+_BACK_OFF_SECONDS_MAX: Final = 60.0
+_GATE_SECONDS: Final = 0.5
+
+
+async def restore(loan: Loan) -> None:
+    """Waking or verifying to closed, or to faulted."""
+    loan.end_unstarted(loan.reason)
+    still_waking = {engine.engine_id for engine in loan.engines}
+    await asyncio.gather(*(_restore_engine(loan, engine, still_waking) for engine in loan.engines))
+    if loan.state is LoanState.VERIFYING:
+        loan.take(LoanEvent.CANARY_RIGHT)
+
+
+async def _restore_engine(loan: Loan, engine: EngineKeeper, still_waking: set[str]) -> None:
+    policy = loan.policy_of(engine)
+
+    def out_of_memory() -> None:
+        if loan.state is LoanState.WAKING:
+            sentence = f"engine {engine.name} could not be woken and is still parked; it is tried again"
+            loan.take(LoanEvent.WAKE_OUT_OF_MEMORY, Reason(code="WakeOutOfMemory", sentence=sentence), engine)
+            loan.node.alert("critical", "wake_out_of_memory", sentence, engine_id=engine.engine_id)
+
+    try:
+        await engine.wake(loan.sink(engine), policy, out_of_memory)
+        still_waking.discard(engine.engine_id)
+        if not still_waking and loan.state is LoanState.WAKING:
+            loan.take(LoanEvent.RUNNING)
+        await engine.verify(loan.sink(engine), policy)
+        await _open(loan, engine)
+    except EngineLost as lost:
+        late = LoanEvent.RESUME_DEADLINE if lost.timed_out and loan.state is LoanState.WAKING else LoanEvent.ENGINE_LOST
+        _fault(loan, engine, late, "EngineLost", str(lost))
+    except CanaryFailed as failed:
+        event = LoanEvent.CANARY_DEADLINE if failed.timed_out else LoanEvent.CANARY_WRONG
+        if loan.state is LoanState.WAKING:  # another engine still wakes: the table knows no canary there
+            event = LoanEvent.ENGINE_LOST
+        _fault(loan, engine, event, "WakeCorrupt", str(failed))
+
+
+def _fault(loan: Loan, engine: EngineKeeper, event: LoanEvent, code: str, sentence: str) -> None:
+    engine.verified = False
+    engine.reason = Reason(code=code, sentence=sentence)
+    engine.report()
+    if loan.state in (LoanState.WAKING, LoanState.VERIFYING):
+        loan.take(event, engine.reason, engine)
+    alert = "wake_corrupt" if code == "WakeCorrupt" else "engine_lost"
+    loan.node.alert("critical", alert, sentence, engine_id=engine.engine_id, loan_id=loan.loan_id)
+
+
+async def _open(loan: Loan, engine: EngineKeeper) -> None:
+    """Opens the gate, for as long as it takes a gateway that is away to come back."""
+    while True:
+        try:
+            await engine.ensure_route()
+            await engine.open_gate(loan.sink(engine))
+            return
+        except GateError as error:
+            log.warning("the gate does not answer; it is tried again", engine=engine.name, error=str(error))
+            await asyncio.sleep(_GATE_SECONDS)
+
+
+async def recover(loan: Loan) -> None:
+    """Faulted to closed: every engine that is not back is brought back, as often as it takes."""
+    loan.end_unstarted(loan.reason)
+    await asyncio.gather(*(_recover_engine(loan, engine) for engine in loan.engines))
+    for device_id in loan.order.device_ids:
+        loan.node.quarantined.pop(device_id, None)
+    loan.take(LoanEvent.ENGINE_BACK)
+
+
+async def _recover_engine(loan: Loan, engine: EngineKeeper) -> None:
+    back_off, failures = _BACK_OFF_SECONDS_FIRST, 0
+    while not (engine.verified_now() and engine.gate_state is GateState.OPEN):
+        try:
+            await engine.bring_back(loan.sink(engine))
+        except ENGINE_TROUBLE as error:
+            failures += 1
+            engine.reason = Reason(code="EngineNotReady", sentence=str(error))
+            engine.report()
+            log.warning("engine is not back yet", engine=engine.name, failures=failures, error=str(error))
+            if failures in (1, 5, 20):
+                loan.node.alert(
+                    "critical",
+                    "engine_not_ready",
+                    f"engine {engine.name} is not back after a loan, its gate stays closed: {error}",
+                    engine_id=engine.engine_id,
+                    loan_id=loan.loan_id,
+                )
+            await asyncio.sleep(back_off)
+            back_off = min(_BACK_OFF_SECONDS_MAX, back_off * 2)
+    engine.set_state(EngineState.RUNNING)

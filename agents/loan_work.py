@@ -1,0 +1,129 @@
+"""Lent and recalling: the attempts run, then every one of them is proved over.
+
+The decision that the work is over is made once, here: by a recall, by ``restore_by``, or because the last attempt ended
+and nothing came for the loan while the scheduler had its chance to say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from .attempt_run import AttemptRun
+from .engine_keeper import EngineKeeper
+from .errors import SpawnRefused
+from .protocol.loans import LoanEvent, LoanState
+from .protocol.wire import AttemptEnd, EngineState, Reason
+
+if TYPE_CHECKING:
+    from .loan import Loan
+
+log = structlog.get_logger(__name__)
+
+_ATTACHED_POLL_SECONDS: Final = 1.0
+
+
+async def work(loan: Loan) -> None:
+    """Lent to recalling."""
+    watches = [asyncio.ensure_future(_watch(loan, engine)) for engine in loan.engines]
+    try:
+        event = await _until_over(loan)
+    finally:
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+    loan.take(
+        event,
+        None
+        if loan.recall_reason is None
+        else Reason(code=loan.recall_reason, sentence=f"recalled: {loan.recall_reason}"),
+    )
+
+
+async def _until_over(loan: Loan) -> LoanEvent:
+    while True:
+        loan.changed.clear()
+        for run in loan.live_attempts:
+            run.begin(_check_room)
+        if loan.recalled:
+            return loan.recall_event()
+        left = loan.seconds_left()
+        if left is not None and left <= 0:
+            loan.recall("RestoreBy")
+            return LoanEvent.RESTORE_BY_REACHED
+        idle = not loan.live_attempts
+        if idle and (loan.idle_recall or not loan.node.connected.is_set()):
+            return LoanEvent.WORK_ENDED
+        bound = loan.node.settings.loan_idle_seconds_max if idle else None
+        wait = min((value for value in (left, bound) if value is not None), default=None)
+        try:
+            async with asyncio.timeout(wait):
+                await loan.changed.wait()
+        except TimeoutError:
+            if idle and not loan.live_attempts:
+                return LoanEvent.WORK_ENDED
+
+
+async def _check_room(run: AttemptRun) -> None:
+    """Right before a spawn: every device still has what the attempt needs, and nobody unknown is there (S4)."""
+    node = run.node
+    facts = await node.look()
+    for device_id in run.spec.device_ids:
+        free = facts[device_id].free_bytes
+        # What others that run here have been promised and not taken yet is not free.
+        others = [other for other in run.loan.live_attempts if other.running and device_id in other.spec.device_ids]
+        promised = sum(max(0, other.spec.hbm_bytes - facts[device_id].bytes_of(other.pids())) for other in others)
+        need = run.spec.hbm_bytes + promised + node.settings.spawn_margin_bytes
+        foreign = node.foreign(facts[device_id])
+        if foreign:
+            raise SpawnRefused("ForeignProcess", f"processes {sorted(foreign)} hold memory on device {device_id}")
+        if free < need:
+            raise SpawnRefused("HBMNotFreed", f"device {device_id} has {free} of {need} bytes free")
+
+
+async def _watch(loan: Loan, engine: EngineKeeper) -> None:
+    """Marks the loan when a parked engine dies; the job goes on, unless the policy wants the engine back now."""
+    while engine.process_identity is not None:
+        if engine.process is not None:
+            await engine.process.wait_gone(3600.0)
+        else:
+            await asyncio.sleep(_ATTACHED_POLL_SECONDS)
+    if engine.engine_id not in loan.engine_lost:
+        engine.set_state(EngineState.GONE)
+        sentence = f"engine {engine.name} ended while it was parked; it is brought back after the job"
+        loan.take(LoanEvent.ENGINE_LOST, Reason(code="EngineLost", sentence=sentence), engine)
+        loan.node.alert("critical", "engine_lost", sentence, engine_id=engine.engine_id, loan_id=loan.loan_id)
+    if loan.policy_of(engine).restart == "now":
+        loan.recall("EngineLost")
+
+
+async def clear(loan: Loan) -> None:
+    """Recalling to waking, closed or faulted, once every attempt is proved over."""
+    reason = Reason(code=loan.recall_reason or "WorkEnded", sentence="the loan ended before this attempt was started")
+    for run in loan.live_attempts:
+        if run.started or run.adoptable:
+            run.begin(_check_room)
+            run.stop(AttemptEnd.PREEMPTED)
+        else:
+            run.end_unstarted(reason)
+    await asyncio.gather(*(run.ended.wait() for run in loan.attempts.values()))
+    for run in loan.attempts.values():
+        if run.unkillable is not None:
+            for device_id in loan.order.device_ids:
+                loan.node.quarantined[device_id] = run.unkillable
+            loan.node.alert("critical", "unkillable", run.unkillable.sentence, loan_id=loan.loan_id)
+            loan.take(LoanEvent.UNKILLABLE, run.unkillable)
+            return
+    for engine in loan.engines:
+        if engine.process_identity is None and engine.engine_id not in loan.engine_lost:
+            sentence = f"engine {engine.name} ended while it was parked"
+            loan.take(LoanEvent.ENGINE_LOST, Reason(code="EngineLost", sentence=sentence), engine)
+    assert loan.state is LoanState.RECALLING
+    if not loan.engines:
+        loan.take(LoanEvent.GROUPS_EMPTY_WITHOUT_ENGINE)
+    elif loan.engine_lost:
+        loan.take(LoanEvent.GROUPS_EMPTY_ENGINE_LOST)
+    else:
+        loan.take(LoanEvent.GROUPS_EMPTY)

@@ -1,0 +1,115 @@
+"""What all parts of one agent share: the probe, host memory, the journal, and how reports leave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .journal import Journal
+from .probe import DeviceFacts, HostMemoryProbe, mem_available_bytes
+from .processes import boot_id
+from .protocol.wire import Alert, DeviceObserved, DeviceProcess, Reason
+from .settings import AgentSettings
+
+
+class HostRam:
+    """Host bytes promised to backups that are not there yet. What is there shows in MemAvailable by itself."""
+
+    def __init__(self, reserve_bytes: int, available: Callable[[], int] = mem_available_bytes) -> None:
+        self._reserve_bytes = reserve_bytes
+        self._available = available
+        self._promised: dict[str, int] = {}
+
+    def reserve(self, key: str, need_bytes: int) -> int | None:
+        """Promises ``need_bytes`` to ``key``; returns None, or the bytes there are if they do not suffice."""
+        others = sum(value for name, value in self._promised.items() if name != key)
+        have = self._available() - self._reserve_bytes - others
+        if need_bytes > have:
+            return max(0, have)
+        self._promised[key] = need_bytes
+        return None
+
+    def release(self, key: str) -> None:
+        self._promised.pop(key, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    device_id: str  # the device's own UUID
+    index: int
+    kind: str
+    capacity_bytes: int
+    path: str
+
+
+@dataclass(slots=True)
+class Owners:
+    """Which processes belong to whom: filled in by engines and attempts as they come and go."""
+
+    engines: dict[str, Callable[[], set[int]]] = field(default_factory=dict[str, Callable[[], set[int]]])
+    attempts: dict[str, Callable[[], set[int]]] = field(default_factory=dict[str, Callable[[], set[int]]])
+
+    def of(self, pids: Iterable[int]) -> dict[int, tuple[Literal["engine", "job", "foreign"], str | None]]:
+        owner: dict[int, tuple[Literal["engine", "job", "foreign"], str | None]] = {}
+        for engine_id, tree in self.engines.items():
+            owner.update(dict.fromkeys(tree(), ("engine", engine_id)))
+        for attempt_id, tree in self.attempts.items():
+            owner.update(dict.fromkeys(tree(), ("job", attempt_id)))
+        return {pid: owner.get(pid, ("foreign", None)) for pid in pids}
+
+
+class Node:
+    """One machine as its agent sees it."""
+
+    def __init__(self, settings: AgentSettings, journal: Journal, devices: list[Device]) -> None:
+        self.settings = settings
+        self.journal = journal
+        self.devices = {device.device_id: device for device in devices}
+        self.host_ram = HostRam(settings.host_reserve_bytes)
+        self.owners = Owners()
+        self.boot_id = boot_id()
+        self.quarantined: dict[str, Reason] = {}
+        self.connected = asyncio.Event()  # set while the scheduler's order stream is up
+        self.on_change: Callable[[], None] = lambda: None  # an engine, loan or attempt changed: look at occupancy
+        self._probe = HostMemoryProbe({device.device_id: device.capacity_bytes for device in devices})
+
+    async def look(self) -> dict[str, DeviceFacts]:
+        """Every device as it is at some moment after this call began."""
+        return await asyncio.to_thread(self._probe.look)
+
+    def foreign(self, facts: DeviceFacts) -> dict[int, int]:
+        """Bytes by pid of processes that are neither an engine's nor a job's."""
+        owners = self.owners.of(facts.bytes_by_pid)
+        return {pid: held for pid, held in facts.bytes_by_pid.items() if owners[pid][0] == "foreign"}
+
+    def observed(self, facts: Mapping[str, DeviceFacts]) -> list[DeviceObserved]:
+        found: list[DeviceObserved] = []
+        for device_id, device in self.devices.items():
+            fact = facts[device_id]
+            owners = self.owners.of(fact.bytes_by_pid)
+            found.append(
+                DeviceObserved(
+                    device_id=device_id,
+                    index=device.index,
+                    device_kind=device.kind,
+                    capacity_bytes=device.capacity_bytes,
+                    free_bytes=fact.free_bytes,
+                    quarantined=self.quarantined.get(device_id),
+                    processes=[
+                        DeviceProcess(pid=pid, bytes=held, owner=owners[pid][0], owner_id=owners[pid][1])
+                        for pid, held in sorted(fact.bytes_by_pid.items())
+                    ],
+                )
+            )
+        return found
+
+    def alert(self, severity: Literal["info", "warning", "critical"], code: str, sentence: str, **about: Any) -> None:
+        """About: ``engine_id``, ``loan_id``, ``data``."""
+        self.journal.report(Alert(severity=severity, code=code, sentence=sentence, **about))
+
+    def disk_is_short(self) -> bool:
+        disk = os.statvfs(self.settings.data_dir)
+        return disk.f_bavail * disk.f_frsize < self.settings.journal_reserve_bytes

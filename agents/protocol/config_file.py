@@ -1,0 +1,96 @@
+"""Reads a TOML file into a settings model; every error names file, line and key."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+M = TypeVar("M", bound=BaseModel)
+
+_FILE_BYTES_MAX = 1 << 20
+_HEADER = re.compile(r"^\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?$")
+_KEY = re.compile(r"^\s*([A-Za-z0-9_.\"'-]+)\s*=")
+
+
+class ConfigFileError(ValueError):
+    """What is wrong, as ``file:line: key: text``."""
+
+
+def load_toml(path: Path, model: type[M]) -> M:
+    """The file at ``path`` as ``model``; raises ConfigFileError."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigFileError(f"{path}: {error.strerror or error}") from error
+    if len(raw) > _FILE_BYTES_MAX:
+        raise ConfigFileError(f"{path}: larger than {_FILE_BYTES_MAX} bytes")
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigFileError(f"{path}: not UTF-8 at byte {error.start}") from error
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"line (\d+)", str(error))
+        line = place.group(1) if place else str(text.count("\n") + 1)
+        raise ConfigFileError(f"{path}:{line}: {error}") from error
+    return validate(path, text, values, model)
+
+
+def validate(path: Path, text: str, values: dict[str, Any], model: type[M]) -> M:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = tuple(part for part in first["loc"] if part != "off")
+        key = ".".join(str(part) for part in place) or "(whole file)"
+        message = str(first["msg"]).removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            message = "unknown key; remove it or correct its spelling"
+        elif first["type"] == "missing":
+            message = "is missing"
+        raise ConfigFileError(f"{path}:{line_of(text, place)}: {key}: {message}") from error
+
+
+def line_of(text: str, place: tuple[str | int, ...]) -> int:
+    """The line, from 1, of the deepest part of ``place`` that the text spells out; 1 if none is."""
+    best_line, best_depth = 1, 0
+    table: list[str | int] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        header = _HEADER.match(line)
+        if header:
+            table = _table_path(header.group(2), header.group(1) == "[[", seen)
+            here = table
+        else:
+            key = _KEY.match(line)
+            if not key:
+                continue
+            here = [*table, *_split(key.group(1))]
+        depth = 0
+        while depth < min(len(here), len(place)) and here[depth] == place[depth]:
+            depth += 1
+        if depth == len(here) and depth > best_depth:
+            best_line, best_depth = number, depth
+    return best_line
+
+
+def _split(dotted: str) -> list[str]:
+    return [part.strip().strip("\"'") for part in dotted.split(".")]
+
+
+def _table_path(dotted: str, is_array: bool, seen: dict[str, int]) -> list[str | int]:
+    path: list[str | int] = []
+    names = _split(dotted)
+    for depth, name in enumerate(names):
+        path.append(name)
+        spelled = ".".join(names[: depth + 1])
+        if is_array and depth == len(names) - 1:
+            seen[spelled] = seen.get(spelled, -1) + 1
+        if spelled in seen:
+            path.append(seen[spelled])
+    return path

@@ -1,0 +1,122 @@
+"""Settings of one agent: read once from TOML and flags, frozen, passed down."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from .protocol.policy import EnginePolicy
+
+_UNITS: Final = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(value: Any) -> int:
+    """``1610612736``, ``"1.5GiB"`` or ``"512 MiB"`` as a number of bytes."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"{value!r} is not a size; write for example 1.5GiB")
+    if isinstance(value, int):
+        return value
+    match = _SIZE.fullmatch(value)
+    if not match or match.group(2).lower() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write for example 1.5GiB, 512MiB or a number of bytes")
+    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class GatewaySettings(Section):
+    listen: Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$")] = "127.0.0.1:8070"
+
+
+class DeviceSettings(Section):
+    """A host-memory device: a directory that every process on the node opens by its path."""
+
+    kind: Literal["host"] = "host"
+    path: Path
+    capacity_bytes: Bytes
+
+
+class EngineSettings(Section):
+    name: Name
+    kind: Literal["trtllm"] = "trtllm"
+    models: Annotated[list[Name], Field(min_length=1, max_length=64)]
+    url: Annotated[str, Field(pattern=r"^http://(127\.0\.0\.1|localhost|\[::1\]):\d{1,5}$")]
+    device_indexes: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=64)]
+    control_key_file: Path
+    # None: attached, somebody else runs it.
+    command: Annotated[list[str], Field(min_length=1)] | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    health_seconds_max: Seconds = 300.0
+    stop_seconds_max: Seconds = 30.0
+    policy: EnginePolicy = Field(default_factory=EnginePolicy)
+    policy_locked: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> EngineSettings:
+        if len(set(self.device_indexes)) != len(self.device_indexes):
+            raise ValueError("device_indexes: each device once")
+        return self
+
+
+class AgentSettings(Section):
+    server_url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    token_file: Path
+    data_dir: Path
+    node_name: Name
+    gateway: GatewaySettings = Field(default_factory=GatewaySettings)
+    devices: Annotated[list[DeviceSettings], Field(max_length=64)] = Field(default_factory=list[DeviceSettings])
+    engines: Annotated[list[EngineSettings], Field(max_length=256)] = Field(default_factory=list[EngineSettings])
+    # Bytes of host memory that no backup may take.
+    host_reserve_bytes: Bytes = 256 << 20
+    # Free disk below which no new loan is accepted; a restore needs none.
+    journal_reserve_bytes: Bytes = 64 << 20
+    # Added to what an engine takes back before it is resumed, on every device.
+    wake_margin_bytes: Bytes = 0
+    # Added to what a job needs before it is started, on every device.
+    spawn_margin_bytes: Bytes = 0
+    settle_poll_seconds: Seconds = 0.25
+    # How long a loan without a running attempt waits for the scheduler's word before it ends by itself.
+    loan_idle_seconds_max: Seconds = 5.0
+    engine_poll_seconds: Seconds = 2.0
+    log_head_bytes: Bytes = 64 << 20
+    log_tail_bytes: Bytes = 192 << 20
+    logs_keep_seconds: Seconds = 7 * 24 * 3600.0
+
+    @model_validator(mode="after")
+    def _check(self) -> AgentSettings:
+        names = [engine.name for engine in self.engines]
+        if len(set(names)) != len(names):
+            raise ValueError("engines: every engine needs a name of its own")
+        models = [model for engine in self.engines for model in engine.models]
+        if len(set(models)) != len(models):
+            raise ValueError("engines: a model may be served by one engine of a node only")
+        for number, engine in enumerate(self.engines):
+            for index in engine.device_indexes:
+                if index >= len(self.devices):
+                    raise ValueError(
+                        f"engines.{number}.device_indexes: there is no device {index};"
+                        f" [[devices]] lists {len(self.devices)}"
+                    )
+        return self

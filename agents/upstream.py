@@ -1,0 +1,164 @@
+"""The agent's side of the wire: it registers, reads the stream of orders, and sends reports until they are taken.
+
+A lost reply costs nothing: reports are acknowledged by number, orders are remembered by number. Without a
+scheduler everything on the node goes on; the journal keeps what there is to tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import ssl
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import structlog
+from pydantic import ValidationError
+
+from .errors import AgentError, ConfigError
+from .journal import Journal
+from .protocol.wire import OrderEnvelope, Register, Registered, ReportBatch, ReportsAnswer
+
+log = structlog.get_logger(__name__)
+
+_CALL_SECONDS: Final = 30.0
+_SILENCE_SECONDS_MAX: Final = 30.0  # the server sends a keep-alive line every 10 s
+_LINE_BYTES_MAX: Final = 4 << 20
+_BACK_OFF_SECONDS: Final = (0.1, 5.0)
+_BATCH: Final = 500
+
+
+class RegisterAgain(AgentError):
+    """The scheduler does not know this agent's registration any more."""
+
+
+class Upstream:
+    """One connection to one server. ``make_register`` and ``on_order`` are the daemon's."""
+
+    def __init__(
+        self,
+        server_url: str,
+        token_file: Path,
+        journal: Journal,
+        connected: asyncio.Event,
+        make_register: Callable[[], Awaitable[Register]],
+        on_registered: Callable[[Registered], Awaitable[None]],
+        on_order: Callable[[OrderEnvelope], Awaitable[None]],
+    ) -> None:
+        self._token_file = token_file
+        self._journal = journal
+        self._connected = connected
+        self._make_register = make_register
+        self._on_registered = on_registered
+        self._on_order = on_order
+        self._node_id = ""
+        self._incarnation = 0
+        self._unsent = asyncio.Event()
+        journal.on_report.append(self._unsent.set)
+        verify: ssl.SSLContext | bool = True
+        if server_url.startswith("http://"):
+            verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # never used; spares reading every CA at start
+        self.client = httpx.AsyncClient(
+            base_url=server_url.rstrip("/") + "/api/v1",
+            timeout=httpx.Timeout(_CALL_SECONDS, connect=5.0),
+            trust_env=False,
+            verify=verify,
+        )
+
+    def read_token(self) -> str:
+        try:
+            return self._token_file.read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"token_file {self._token_file}: {error.strerror}") from error
+
+    async def aclose(self) -> None:
+        await self.client.aclose()
+
+    # ---- the connection ---------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until cancelled: registers, then reads orders and sends reports until the connection breaks."""
+        low, high = _BACK_OFF_SECONDS
+        failures = 0
+        while True:
+            try:
+                await self._register()
+                failures = 0
+                await self._serve()
+            except (httpx.HTTPError, AgentError, ValidationError, OSError) as error:
+                failures += 1
+                level = log.warning if failures in (1, 10) else log.debug
+                level("no scheduler", failures=failures, error=f"{type(error).__name__}: {error}")
+            finally:
+                self._connected.clear()
+            await asyncio.sleep(min(high, low * 2 ** min(failures, 8)) * random.uniform(0.5, 1.0))
+
+    async def _register(self) -> None:
+        self.client.headers["Authorization"] = f"Bearer {self.read_token()}"
+        register = await self._make_register()
+        reply = await self.client.post("/agent/register", **_json(register))
+        if reply.status_code != 200:
+            raise AgentError(f"register: HTTP {reply.status_code}: {reply.text[:500]}")
+        registered = Registered.model_validate_json(reply.content)
+        self._node_id, self._incarnation = register.node_id, registered.incarnation
+        self._journal.acknowledge(registered.acknowledged)
+        await self._on_registered(registered)
+        log.info("registered", incarnation=registered.incarnation, term=registered.term)
+
+    async def _serve(self) -> None:
+        self._connected.set()
+        tasks = [asyncio.create_task(self._read_orders()), asyncio.create_task(self._send_reports())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()
+
+    async def _read_orders(self) -> None:
+        after = self._journal.highest("orders_after")
+        limits = httpx.Timeout(_CALL_SECONDS, read=_SILENCE_SECONDS_MAX)
+        query: dict[str, str | int] = {"node_id": self._node_id, "after": after}
+        async with self.client.stream("GET", "/agent/orders", params=query, timeout=limits) as reply:
+            if reply.status_code != 200:
+                text = (await reply.aread())[:500].decode(errors="replace")
+                raise RegisterAgain(f"orders: HTTP {reply.status_code}: {text}")
+            rest = b""
+            async for chunk in reply.aiter_bytes():
+                *lines, rest = (rest + chunk).split(b"\n")
+                if len(rest) > _LINE_BYTES_MAX:
+                    raise AgentError(f"an order longer than {_LINE_BYTES_MAX} bytes")
+                for line in lines:
+                    if line:
+                        envelope = OrderEnvelope.model_validate_json(line)
+                        if envelope.seq:
+                            await self._on_order(envelope)
+
+    async def _send_reports(self) -> None:
+        while True:
+            self._unsent.clear()
+            reports = self._journal.unsent(_BATCH)
+            if not reports:
+                await self._unsent.wait()
+                continue
+            batch = ReportBatch(
+                node_id=self._node_id,
+                incarnation=self._incarnation,
+                journal_id=self._journal.journal_id,
+                reports=reports,
+            )
+            reply = await self.client.post("/agent/reports", **_json(batch))
+            if reply.status_code != 200:
+                raise RegisterAgain(f"reports: HTTP {reply.status_code}: {reply.text[:500]}")
+            answer = ReportsAnswer.model_validate_json(reply.content)
+            if answer.unsupported:
+                log.warning("the scheduler does not know these reports", ids=answer.unsupported)
+            self._journal.acknowledge(answer.acknowledged)
+
+
+def _json(message: Any) -> dict[str, Any]:
+    return {"content": message.model_dump_json().encode(), "headers": {"Content-Type": "application/json"}}
