@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 _TAIL_SEGMENTS: Final = 8
@@ -61,12 +62,13 @@ class StreamLog:
     What is missing between two files is a gap: old tail, or bytes that a full disk refused. Offsets stay exact.
     """
 
-    def __init__(self, name: str, head_bytes: int, tail_bytes: int) -> None:
+    def __init__(self, name: str, head_bytes: int, tail_bytes: int, clock: Callable[[], float] = boottime) -> None:
         self.directory = f"logs/{name}"
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         self.head_bytes = head_bytes
         self.tail_bytes = tail_bytes
         self.total = 0
+        self._clock = clock
         self._fd = -1
         self._limit = 0
         self._tail: list[list[int]] = []  # [offset, size]
@@ -100,13 +102,13 @@ class StreamLog:
         self.close()
         self._limit = self.total
         self._head_over = True
-        self._closed_until = boottime() + _DISK_PAUSE_SECONDS
+        self._closed_until = self._clock() + _DISK_PAUSE_SECONDS
 
     def _next_file(self) -> bool:
         self.close()
         in_head = self.total < self.head_bytes and not self._head_over
         size = self.head_bytes - self.total if in_head else max(1, self.tail_bytes // _TAIL_SEGMENTS)
-        if (not in_head and self.tail_bytes == 0) or boottime() < self._closed_until:
+        if (not in_head and self.tail_bytes == 0) or self._clock() < self._closed_until:
             return False
         while not in_head and self._tail:
             held = sum(kept for _, kept in self._tail)

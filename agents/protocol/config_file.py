@@ -45,7 +45,9 @@ def validate(path: Path, text: str, values: dict[str, Any], model: type[M]) -> M
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        found = error.errors(include_url=False)
+        # A misspelled key is also a missing one: the spelling is what has to change.
+        first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
         place = tuple(part for part in first["loc"] if part != "off")
         key = ".".join(str(part) for part in place) or "(whole file)"
         message = str(first["msg"]).removeprefix("Value error, ")

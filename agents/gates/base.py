@@ -1,0 +1,89 @@
+"""What takes an engine out of traffic and puts it back.
+
+A gate knows nothing of loans or memory: it closes, counts, opens. Every call is bounded and safe to repeat. A gate that
+cannot be asked raises GateUnreachable: its state is unknown then, never open and never drained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from ..errors import AgentError
+from ..protocol.wire import GateState
+
+GateMode = Literal["hold", "refuse"]
+
+
+class GateError(AgentError):
+    """The gate did not do what it was asked.
+
+    GateError
+    ├── GateUnreachable   no answer; whether the call was done is unknown. All calls may be repeated.
+    ├── GateRouteUnknown  the gate does not know the engine: ensure_route first, then look at its state again
+    └── GateRefused       it said no, the text says why
+    """
+
+
+class GateUnreachable(GateError):
+    """The gate could not be asked."""
+
+
+class GateRouteUnknown(GateError):
+    """The gate has no route of this engine; it was restarted without its state."""
+
+
+class GateRefused(GateError):
+    """The gate answered that it does not do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateObservation:
+    """One look at one engine's gate. Totals count since the gate's process started."""
+
+    state: GateState
+    in_flight: int
+    held: int
+    oldest_held_seconds: float | None = None
+    last_request_seconds_ago: float | None = None
+    requests_total: int = 0
+    answered_total: int = 0
+    refused_total: int = 0
+    failed_total: int = 0
+    disconnected_total: int = 0
+
+
+class Gate(Protocol):
+    async def ensure_route(self, engine_id: str, name: str, models: Sequence[str], upstream: str) -> None:
+        """Makes the engine known. A new route is closed; an existing one keeps its state."""
+        ...
+
+    async def remove_route(self, engine_id: str) -> None:
+        """Forgets the engine; an engine that is not known is no error. GateRefused while requests are in flight."""
+        ...
+
+    async def close(
+        self,
+        engine_id: str,
+        mode: GateMode,
+        hold_requests_max: int,
+        hold_seconds_max: float,
+        retry_after_seconds: int | None = None,
+    ) -> int:
+        """From the return on no request goes to the engine but those in flight, whose number it returns."""
+        ...
+
+    async def wait_drained(self, engine_id: str, seconds: float) -> int:
+        """Waits until nothing is in flight, at most ``seconds``; what still is."""
+        ...
+
+    async def abort(self, engine_id: str) -> None:
+        """Ends what is in flight. It is gone from the engine when ``wait_drained`` says so, not before."""
+        ...
+
+    async def open(self, engine_id: str) -> None:
+        """Lets requests through; those that were held go first, in their order."""
+        ...
+
+    async def observe(self, engine_id: str) -> GateObservation: ...

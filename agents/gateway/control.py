@@ -1,0 +1,174 @@
+"""The control API on the Unix socket (mode 0600): what an agent says to the gateway and asks of it.
+
+Each call changes the state in memory before it answers, and the answer tells that state; all are safe to repeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..protocol.wire import ProcessIdentity
+from .admission import Terms
+from .problems import Problem
+from .routes import Route, RouteSpec, RouteTable
+
+_log = logging.getLogger(__name__)
+
+BODY_BYTES_MAX: Final = 64 * 1024
+DRAIN_POLL_SECONDS_MAX: Final = 300.0
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class CloseRequest(BaseModel):
+    """How the gate shall treat requests while it is closed. The defaults are those of a policy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gate: Literal["hold", "refuse"] = "hold"
+    hold_requests_max: Annotated[int, Field(ge=0, le=100_000)] = 1000
+    hold_seconds_max: Annotated[float, Field(gt=0, le=7 * 24 * 3600)] = 600.0
+    retry_after_seconds: Annotated[int, Field(ge=0, le=24 * 3600)] | None = None
+
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+def product_version() -> str:
+    try:
+        return version("gpu-lull")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+class Control:
+    def __init__(self, routes: RouteTable, me: ProcessIdentity, listen: str) -> None:
+        self._routes = routes
+        self._me = me
+        self._listen = listen
+        self.stopping = asyncio.Event()
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[_problems], client_max_size=BODY_BYTES_MAX)
+        app.router.add_get("/info", self._info)
+        app.router.add_get("/routes", self._list)
+        app.router.add_get("/routes/{engine_id}", self._show)
+        app.router.add_put("/routes/{engine_id}", self._put)
+        app.router.add_delete("/routes/{engine_id}", self._delete)
+        app.router.add_post("/routes/{engine_id}/close", self._close)
+        app.router.add_post("/routes/{engine_id}/open", self._open)
+        app.router.add_get("/routes/{engine_id}/drained", self._drained)
+        app.router.add_post("/routes/{engine_id}/abort", self._abort)
+        return app
+
+    def _route(self, request: web.Request) -> Route:
+        return self._routes.get(request.match_info["engine_id"])
+
+    async def _info(self, _: web.Request) -> web.Response:
+        return web.json_response({**self._me.model_dump(), "listen": self._listen, "version": product_version()})
+
+    async def _list(self, _: web.Request) -> web.Response:
+        return web.json_response({"routes": [_document(route) for route in self._routes]})
+
+    async def _show(self, request: web.Request) -> web.Response:
+        return web.json_response(_document(self._route(request)))
+
+    async def _put(self, request: web.Request) -> web.Response:
+        engine_id = request.match_info["engine_id"]
+        if len(engine_id) > 100:
+            raise Problem(400, "bad_engine_id", "The engine id is longer than 100 characters.")
+        spec = await _read(request, RouteSpec)
+        route = self._routes.put(engine_id, spec)
+        await self._routes.save()
+        _log.info("engine %s: route of %s to %s", engine_id, ", ".join(spec.models), spec.upstream)
+        return web.json_response(_document(route))
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        engine_id = request.match_info["engine_id"]
+        self._routes.delete(engine_id)
+        await self._routes.save()
+        _log.info("engine %s: route removed", engine_id)
+        return web.Response(status=204)
+
+    async def _close(self, request: web.Request) -> web.Response:
+        body = await _read(request, CloseRequest)
+        route = self._route(request)
+        route.close(Terms(**body.model_dump()))
+        await self._routes.save()
+        _log.info("engine %s: closed (%s), %d in flight", route.engine_id, body.gate, route.admission.in_flight)
+        # Counted now: whatever was admitted before the gate closed is in it or has ended.
+        return web.json_response({"state": route.view().state, "in_flight": route.admission.in_flight})
+
+    async def _open(self, request: web.Request) -> web.Response:
+        route = self._route(request)
+        _log.info("engine %s: open, %d held", route.engine_id, route.admission.held)
+        route.open()
+        return web.json_response(_document(route))
+
+    async def _drained(self, request: web.Request) -> web.Response:
+        text = request.query.get("seconds", "30")
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not 0 <= seconds <= DRAIN_POLL_SECONDS_MAX:
+            raise Problem(
+                400, "bad_seconds", f"seconds: {text[:50]!r} is not a number from 0 to {DRAIN_POLL_SECONDS_MAX:g}."
+            )
+        route = self._route(request)
+        waiting = asyncio.ensure_future(route.wait_idle(seconds))
+        stopping = asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+            stopping.cancel()
+        return web.json_response({"state": route.view().state, "in_flight": route.admission.in_flight})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        route = self._route(request)
+        aborted = route.abort()
+        _log.warning("engine %s: %d requests aborted", route.engine_id, aborted)
+        return web.json_response({"aborted": aborted, "in_flight": route.admission.in_flight})
+
+
+def _document(route: Route) -> dict[str, Any]:
+    return {
+        "engine_id": route.engine_id,
+        "name": route.spec.name,
+        "models": list(route.spec.models),
+        "upstream": route.spec.upstream,
+        **asdict(route.view()),
+    }
+
+
+async def _read(request: web.Request, kind: type[_Body]) -> _Body:
+    body = await request.read()
+    try:
+        return kind.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "body"
+        raise Problem(422, "invalid", f"{field}: {first['msg']}") from None
+
+
+@web.middleware
+async def _problems(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Problem as problem:
+        return problem.response()
+    except web.HTTPException as error:
+        body = {"type": "about:blank", "title": error.reason, "status": error.status, "detail": error.text or ""}
+        error.content_type = "application/problem+json"
+        error.text = json.dumps({**body, "code": "http"})
+        raise

@@ -1,0 +1,274 @@
+"""Which model is served by which engine, and that engine's gate. Routes outlive the gateway; open gates do not.
+
+The file holds what an agent said about an engine, never whether its gate was open: after a start every gate is closed,
+and requests for known models wait instead of failing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
+from yarl import URL
+
+from .admission import Admission, AdmissionView, Refusal, Terms, Ticket
+from .exchange import Exchange, Pool
+from .problems import Problem
+from .settings import Limits
+
+_log = logging.getLogger(__name__)
+
+ROUTES_MAX: Final = 256
+_FILE_VERSION: Final = 1
+
+Model = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class RouteSpec(BaseModel):
+    """What an agent says about one engine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    models: Annotated[tuple[Model, ...], Field(min_length=1, max_length=64)]
+    upstream: Annotated[str, Field(max_length=512)]
+
+    @field_validator("upstream")
+    @classmethod
+    def _check_upstream(cls, value: str) -> str:
+        try:
+            url = URL(value)
+            port = url.explicit_port
+        except ValueError as error:
+            raise ValueError(f"{value!r} is not a URL: {error}") from None
+        plain = url.path in ("", "/") and not url.query_string and not url.fragment and url.user is None
+        if url.scheme != "http" or not url.host or port is None or not plain:
+            raise ValueError(f"{value!r}: give the engine's own address, for example http://127.0.0.1:9001")
+        return value
+
+
+class SavedRoute(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    engine_id: str
+    spec: RouteSpec
+    created_at: int
+    terms: Terms
+
+
+_SAVED: Final[TypeAdapter[list[SavedRoute]]] = TypeAdapter(list[SavedRoute])
+
+
+@dataclass(eq=False)
+class Route:
+    """One engine behind its gate."""
+
+    engine_id: str
+    spec: RouteSpec
+    created_at: int
+    admission: Admission
+    limits: Limits
+    reuse_connections: bool
+    live: set[Exchange] = field(default_factory=set[Exchange])
+    pool: Pool | None = None
+
+    def url(self, path: str, query: str) -> URL:
+        base = self.spec.upstream.rstrip("/")
+        return URL(f"{base}{path}?{query}" if query else f"{base}{path}", encoded=True)
+
+    def begin(self, ticket: Ticket) -> Exchange:
+        if not self.admission.is_open:
+            # Admitted right before the gate closed: in flight, on a connection that is not kept.
+            pool = Pool(self.limits, reuse=False)
+            exchange = Exchange(self.admission, ticket, pool, self.live)
+            pool.retire()
+            return exchange
+        if self.pool is None:
+            self.pool = Pool(self.limits, reuse=self.reuse_connections)
+        return Exchange(self.admission, ticket, self.pool, self.live)
+
+    def renew_connections(self) -> None:
+        """What is in flight keeps its connections; whatever comes later gets new ones."""
+        if self.pool is not None:
+            self.pool.retire()
+            self.pool = None
+
+    def close(self, terms: Terms) -> int:
+        in_flight = self.admission.close(terms)
+        self.renew_connections()
+        return in_flight
+
+    def open(self) -> None:
+        if not self.admission.is_open:
+            self.renew_connections()
+        self.admission.open()
+
+    def abort(self) -> int:
+        """Ends what is in flight, for the clients at once; returns how many requests that were."""
+        exchanges = list(self.live)
+        for exchange in exchanges:
+            exchange.abort(self.limits.abort_seconds_max)
+        return len(exchanges)
+
+    def cut(self) -> None:
+        """Lets go of engines that have not let go of requests whose clients are gone."""
+        for exchange in list(self.live):
+            exchange.cut()
+
+    async def end(self) -> None:
+        """Closes the connections; only once nothing is in flight."""
+        if self.pool is not None:
+            await self.pool.closed()
+            self.pool = None
+
+    async def wait_idle(self, seconds_max: float) -> int:
+        """Waits until nothing is in flight, at most ``seconds_max``; returns what still is."""
+        deadline = time.monotonic() + seconds_max
+        while self.admission.in_flight and (left := deadline - time.monotonic()) > 0:
+            idle = asyncio.Event()
+            forget = self.admission.when_idle(idle.set)
+            try:
+                async with asyncio.timeout(left):
+                    await idle.wait()
+            except TimeoutError:
+                break
+            finally:
+                forget()
+        return self.admission.in_flight
+
+    def view(self) -> AdmissionView:
+        return self.admission.view(time.monotonic())
+
+
+class RouteTable:
+    """All routes by engine and by model, kept in ``<state_dir>/routes.json``."""
+
+    def __init__(self, state_dir: Path, limits: Limits, *, reuse_connections: bool) -> None:
+        self._file = state_dir / "routes.json"
+        self._limits = limits
+        self._reuse = reuse_connections
+        self._routes: dict[str, Route] = {}
+        self._by_model: dict[str, Route] = {}
+        self._saving = asyncio.Lock()
+        self._saved_text = ""
+
+    def __iter__(self) -> Iterator[Route]:
+        return iter(list(self._routes.values()))
+
+    def get(self, engine_id: str) -> Route:
+        route = self._routes.get(engine_id)
+        if route is None:
+            raise Problem(404, "unknown_engine", f"There is no route of an engine {engine_id[:100]!r}.")
+        return route
+
+    def find(self, model: str) -> Route:
+        route = self._by_model.get(model)
+        if route is None:
+            known = ", ".join(sorted(self._by_model)[:20]) or "none"
+            raise Problem(404, "model_not_found", f"No engine here serves the model {model[:200]!r}; known: {known}.")
+        return route
+
+    def models(self) -> list[tuple[str, Route]]:
+        return sorted(self._by_model.items(), key=lambda item: item[0])
+
+    def put(self, engine_id: str, spec: RouteSpec) -> Route:
+        """Makes the route, or changes it without moving its gate. Two engines may not serve one model yet."""
+        for model in spec.models:
+            other = self._by_model.get(model)
+            if other is not None and other.engine_id != engine_id:
+                raise Problem(
+                    409, "model_taken", f"models: {model!r} is served by engine {other.engine_id} ({other.spec.name})."
+                )
+        route = self._routes.get(engine_id)
+        if route is None:
+            if len(self._routes) >= ROUTES_MAX:
+                raise Problem(409, "too_many_routes", f"There are {ROUTES_MAX} routes already; delete one first.")
+            route = self._add(engine_id, spec, int(time.time()), Terms())
+        elif route.spec != spec:
+            if route.spec.upstream != spec.upstream:
+                route.renew_connections()
+            route.spec = spec
+            self._index()
+        return route
+
+    def delete(self, engine_id: str) -> None:
+        route = self.get(engine_id)
+        if route.admission.in_flight:
+            raise Problem(
+                409, "in_flight", f"{route.admission.in_flight} requests are in flight; close the gate and drain first."
+            )
+        route.admission.close(route.admission.terms)
+        route.admission.refuse_held(Refusal.ROUTE_REMOVED)
+        route.renew_connections()
+        del self._routes[engine_id]
+        self._index()
+
+    def _add(self, engine_id: str, spec: RouteSpec, created_at: int, terms: Terms) -> Route:
+        route = Route(engine_id, spec, created_at, Admission(terms), self._limits, self._reuse)
+        self._routes[engine_id] = route
+        self._index()
+        return route
+
+    def _index(self) -> None:
+        self._by_model = {model: route for route in self._routes.values() for model in route.spec.models}
+
+    def load(self) -> None:
+        """Every route comes back closed. A damaged file is set aside: the agent will say all of it again."""
+        try:
+            text = self._file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return
+        try:
+            document: Any = json.loads(text)
+            saved = _SAVED.validate_python(document["routes"])
+        except (ValueError, TypeError, KeyError) as error:
+            damaged = self._file.with_suffix(".damaged")
+            os.replace(self._file, damaged)
+            _log.error("%s cannot be read (%s); it is now %s", self._file, str(error)[:500], damaged)
+            return
+        for entry in saved:
+            self._add(entry.engine_id, entry.spec, entry.created_at, entry.terms)
+        self._saved_text = text
+
+    async def save(self) -> None:
+        """Returns when the file on disk holds the routes as they are now or later."""
+        async with self._saving:
+            text = self._text()
+            if text != self._saved_text:
+                await asyncio.to_thread(_write_durably, self._file, text)
+                self._saved_text = text
+
+    def _text(self) -> str:
+        routes = [
+            {
+                "engine_id": route.engine_id,
+                "spec": route.spec.model_dump(mode="json"),
+                "created_at": route.created_at,
+                "terms": asdict(route.admission.terms),
+            }
+            for route in self._routes.values()
+        ]
+        return json.dumps({"version": _FILE_VERSION, "routes": routes}, indent=1)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    fresh = path.with_suffix(".new")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

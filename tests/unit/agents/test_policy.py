@@ -1,0 +1,65 @@
+"""What a policy may say, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from lull.agents.protocol.policy import NOT_OBEYED_YET, EnginePolicy
+
+
+def test_defaults_are_the_design_s() -> None:
+    policy = EnginePolicy()
+    assert policy.when == "manual"
+    assert policy.on_drain_deadline == "abort_loan"
+    assert (policy.drain_seconds_max, policy.park_call_seconds_max) == (60, 300)
+    assert (policy.settle_seconds_max, policy.settle_samples) == (15, 3)
+    assert (policy.resume_seconds_max, policy.park_seconds_max) == (300, 4 * 3600)
+    assert (policy.gate, policy.hold_requests_max, policy.hold_seconds_max) == ("hold", 1000, 600)
+    assert policy.restart == "after_loan"
+    assert policy.canary != "off"
+
+
+@pytest.mark.parametrize("name", sorted(NOT_OBEYED_YET))
+def test_a_field_that_is_not_obeyed_yet_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"{name}.*yet"):
+        EnginePolicy.model_validate({name: 1})
+
+
+@pytest.mark.parametrize("when", ["window", "idle"])
+def test_a_way_of_lending_that_is_not_obeyed_yet_is_refused(when: str) -> None:
+    with pytest.raises(ValidationError, match="not obeyed yet"):
+        EnginePolicy.model_validate({"when": when})
+
+
+@pytest.mark.parametrize("mode", ["NONE", "MEMSET"])
+@pytest.mark.parametrize("tag", ["model_weights", "model", "draft_model_weights", "draft_model"])
+def test_weights_may_not_be_lost(tag: str, mode: str) -> None:
+    with pytest.raises(ValidationError, match=f"{tag}.*{mode}.*CPU or PINNED"):
+        EnginePolicy.model_validate({"restore_modes": {tag: mode}})
+
+
+@pytest.mark.parametrize("mode", ["CPU", "PINNED", "NONE", "MEMSET"])
+def test_a_cache_may_be_kept_or_lost(mode: str) -> None:
+    assert EnginePolicy.model_validate({"restore_modes": {"kv_cache": mode}}).restore_modes["kv_cache"] == mode
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("restore_modes", {}, "at least one tag"),
+        ("restore_modes", {"Model": "CPU"}, "lower-case"),
+        ("restore_modes", {"_no_capture_init_kv_cache": "NONE"}, "initialization-only"),
+        ("restore_modes", {"kv_cache": "DISK"}, "'CPU', 'PINNED', 'NONE' or 'MEMSET'"),
+        ("settle_samples", 0, "greater than or equal to 1"),
+        ("drain_seconds_max", 0, "greater than 0"),
+        ("gate", "drop", "'hold' or 'refuse'"),
+        ("canary", {"tokens": 0}, "greater than or equal to 1"),
+        ("windov", 3, "not permitted"),
+    ],
+)
+def test_bad_values_name_the_field_and_the_way_out(field: str, value: object, says: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        EnginePolicy.model_validate({field: value})
+    assert field in str(caught.value)
+    assert says in str(caught.value)
