@@ -67,7 +67,10 @@ class Driver(Protocol):
         ...
 
     def export_handle(self, handle: Handle) -> int:
-        """A file descriptor to pass to another process; the caller closes it."""
+        """A file descriptor to pass to another process; the caller closes it.
+
+        It keeps the memory alive and is charged to nobody: hold the handle until the other side has imported.
+        """
         ...
 
     def import_handle(self, fd: int) -> Handle:

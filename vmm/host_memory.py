@@ -71,7 +71,8 @@ def lock_pages(address: int, nbytes: int) -> bool:
 
 def available_bytes() -> int:
     """What may be taken now without being killed for it: MemAvailable, and the room in every cgroup above us."""
-    return min(_mem_available_bytes(), *_cgroup_rooms_bytes(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
+    rooms_bytes = cgroup_rooms_bytes(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return min([_mem_available_bytes(), *rooms_bytes])
 
 
 def _mem_available_bytes() -> int:
@@ -82,8 +83,8 @@ def _mem_available_bytes() -> int:
     raise OSError(errno.ENOSYS, "/proc/meminfo has no MemAvailable line")
 
 
-def _cgroup_rooms_bytes(membership: Path, root: Path) -> Iterator[int]:
-    yield _UNLIMITED_BYTES
+def cgroup_rooms_bytes(membership: Path, root: Path) -> Iterator[int]:
+    """The room under every limit that is set on us, in either version of cgroups or in both at once."""
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -131,10 +131,9 @@ class Pool:
             self.free(allocation)
 
     def allocations(self, tag: str | None = None) -> tuple[Allocation, ...]:
-        """In the order of their addresses."""
+        """In the order in which they were made."""
         with self._condition:
-            found = [allocation for allocation in self._blocks if tag in (None, allocation.tag)]
-        return tuple(sorted(found, key=_by_address))
+            return tuple(allocation for allocation in self._blocks if tag in (None, allocation.tag))
 
     def bytes_by_tag(self) -> dict[str, int]:
         """What each tag takes of the device while it is not parked."""
@@ -177,10 +176,9 @@ class Pool:
                 block.settle_backup()
 
     def backup_views(self, tag: str) -> tuple[memoryview, ...]:
-        """For tests of whoever checks an engine after its wake: the backups, writable, valid while it is parked."""
+        """For tests of whoever checks an engine after its wake: its backups, writable, while the tag is parked."""
         with self._condition:
-            found = sorted((a for a in self._blocks if a.tag == tag), key=_by_address)
-            backups = [backup for a in found if (backup := self._blocks[a].backup) is not None]
+            backups = [b.backup for a, b in self._blocks.items() if a.tag == tag and b.backup is not None]
         return tuple(
             memoryview((ctypes.c_char * backup.nbytes).from_address(backup.address)).cast("B") for backup in backups
         )
@@ -373,10 +371,6 @@ def _allocate_backups(blocks: Sequence[Block]) -> None:
     for block in blocks:
         pinned = block.allocation.mode is RestoreMode.PINNED
         block.backup = allocate_backup(block.allocation.nbytes, pinned=pinned)
-
-
-def _by_address(allocation: Allocation) -> int:
-    return allocation.address
 
 
 def _require_tag(tag: str) -> None:

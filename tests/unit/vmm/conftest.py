@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lull.vmm.host_driver import HostDriver
+from lull.vmm.pool import Pool
+from tests.memory import small_driver
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> HostDriver:
+    return small_driver(tmp_path / "device")
+
+
+@pytest.fixture
+def pool(driver: HostDriver) -> Iterator[Pool]:
+    pool = Pool(driver)
+    yield pool
+    driver.clear_faults()
+    pool.close()
+    assert driver.free_bytes() == driver.capacity_bytes
