@@ -1,0 +1,76 @@
+"""`lull engine serve`: the reference engine, as a process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+
+def serve(
+    name: Annotated[str, typer.Option(help="Name of the model that is served.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 9001,
+    device: Annotated[
+        Path | None, typer.Option(help="Directory of the host-memory device. [default: $LULL_HOST_DEVICE]")
+    ] = None,
+    weights: Annotated[str, typer.Option(help="Size of the weights, at least 1MiB.")] = "1GiB",
+    kv_cache: Annotated[str, typer.Option(help="Size of the KV cache; bounds the context.")] = "64MiB",
+    seed: Annotated[int, typer.Option(help="Of the weights, and of sampling where a request names none.")] = 0,
+    restore_mode: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TAG=MODE", help="CPU, PINNED, NONE or MEMSET for a tag. Repeatable."),
+    ] = None,
+    immutable: Annotated[bool, typer.Option("--immutable", help="Keep the weights' backup from park to park.")] = False,
+    control_key_file: Annotated[
+        Path | None, typer.Option(help="Key of the control routes. [default: $LULL_ENGINE_CONTROL_KEY]")
+    ] = None,
+    witness: Annotated[Path | None, typer.Option(help="File to note every generation request in.")] = None,
+    threads: Annotated[int, typer.Option(help="Threads that compute.")] = 1,
+    token_delay: Annotated[float, typer.Option(metavar="SECONDS", help="Wait after each token.")] = 0.0,
+    fault: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[=TIMES]", help="Go wrong on purpose, for tests. Repeatable.")
+    ] = None,
+) -> None:
+    """Serve a small deterministic model from a host-memory device, with TensorRT-LLM's control routes."""
+    try:
+        from ..vmm.errors import LullMemoryError
+        from ..vmm.reference_engine import settings as checks
+        from ..vmm.reference_engine.faults import parse_faults
+        from ..vmm.reference_engine.server import serve_engine
+    except ImportError as error:
+        _leave(f"{error}; the reference engine needs the extra: pip install 'gpu-lull[torch]'", 1)
+    try:
+        settings = checks.EngineSettings(
+            name=name,
+            host=host,
+            port=port,
+            device=checks.choose_device(device, os.environ.get("LULL_HOST_DEVICE", "")),
+            weights_bytes=checks.parse_bytes(weights, "--weights"),
+            kv_cache_bytes=checks.parse_bytes(kv_cache, "--kv-cache"),
+            control_key=checks.read_control_key(control_key_file),
+            seed=seed,
+            restore_modes=checks.parse_restore_modes(restore_mode or []),
+            immutable=immutable,
+            witness=witness,
+            threads=threads,
+            token_delay_seconds=token_delay,
+            faults=parse_faults(fault or []),
+        )
+        serve_engine(settings)
+    except (LullMemoryError, OSError) as error:
+        _leave(str(error), 1)
+    except ValueError as error:
+        _leave(str(error), 2)
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    print(f"lull engine serve: {message}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    typer.run(serve)
