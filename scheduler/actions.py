@@ -25,7 +25,7 @@ class OpenLoan:
     device_ids: tuple[DeviceId, ...]
     engine_ids: tuple[EngineId, ...]
     need_bytes: int
-    room_bytes: Mapping[str, int]
+    room_bytes: Mapping[DeviceId, int]
     restore_by_seconds: float | None
     places: tuple[Place, ...]
     later_job_ids: tuple[JobId, ...] = ()  # the rest of the loan's set

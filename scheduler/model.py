@@ -116,7 +116,7 @@ class Loan:
     engine_ids: tuple[EngineId, ...]
     state: LoanState
     need_bytes: int
-    room_bytes: Mapping[str, int]  # by device id, as planned when it opened
+    room_bytes: Mapping[DeviceId, int]  # as planned when it opened
     recall_ordered: bool = False
     engine_lost: bool = False
 

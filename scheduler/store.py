@@ -8,14 +8,14 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sqlalchemy import Connection
 
 from ..agents.protocol.policy import EnginePolicy
 from ..agents.protocol.wire import Order, OrderEnvelope, Register, Registered, ReportBatch, ReportsAnswer
 from .actions import Action
-from .errors import DatabaseUnavailable, NotLeader
+from .errors import DatabaseUnavailable, NotLeader, StaleIncarnation
 from .lifecycle import JobState
 from .model import (
     AttemptRow,
@@ -142,7 +142,7 @@ class Store:
         now: float | None = None,
     ) -> tuple[list[JobRow], str | None]:
         """Newest first, and the cursor of the next page. Raises InvalidRequest for a foreign cursor."""
-        return await self._read(lambda conn: reading.jobs(conn, states, project, limit, cursor, _now(now)))
+        return await self._read(lambda conn: reading.jobs_page(conn, states, project, limit, cursor, _now(now)))
 
     async def list_attempts(self, job_id: str) -> list[AttemptRow]:
         """Oldest first. Raises NotFound."""
@@ -159,7 +159,7 @@ class Store:
         return await self.get_job(job_id, now)
 
     async def list_engines(self) -> list[EngineRow]:
-        return await self._read(reading.engines)
+        return await self._read(reading.engine_rows)
 
     async def get_engine(self, id_or_name: str) -> EngineRow:
         """Raises NotFound; Conflict if the name belongs to engines of several nodes."""
@@ -177,7 +177,7 @@ class Store:
         )
 
     async def list_nodes(self) -> list[NodeRow]:
-        return await self._read(reading.nodes)
+        return await self._read(reading.node_rows)
 
     async def get_node(self, node_id: str) -> NodeRow:
         """By id or name. Raises NotFound."""
@@ -187,7 +187,7 @@ class Store:
         self, *, open_only: bool = False, limit: int = 100, cursor: str | None = None
     ) -> tuple[list[LoanRow], str | None]:
         """Newest first, without steps."""
-        return await self._read(lambda conn: reading.loans(conn, open_only, limit, cursor))
+        return await self._read(lambda conn: reading.loans_page(conn, open_only, limit, cursor))
 
     async def get_loan(self, loan_id: str) -> LoanRow:
         """With its steps. Raises NotFound."""
@@ -216,8 +216,13 @@ class Store:
         return answer
 
     async def take_reports(self, batch: ReportBatch, now: float) -> ReportsAnswer:
-        """Raises NotFound (register first), StaleIncarnation, InvalidRequest (over 500 reports, a report without id)."""
-        answer = await self._write(lambda tx: reports.take(tx, batch, now))
+        """Raises NotFound (register first), StaleIncarnation, InvalidRequest."""
+        try:
+            answer = await self._write(lambda tx: reports.take(tx, batch, now))
+        except StaleIncarnation as error:
+            if batch.incarnation > error.current:
+                await self._write(lambda tx: agent_writes.raise_incarnation(tx, batch.node_id, batch.incarnation))
+            raise
         self._touched_at[batch.node_id] = time.monotonic()
         return answer
 

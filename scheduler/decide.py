@@ -1,0 +1,206 @@
+"""PURE: what to do now. The same snapshot gives the same actions, in whatever order its rows come.
+
+A job is served, in the order of the queue, by the first of: the loan whose set it joined; a device without an
+engine; room left in an open loan; the cheapest engine to park. A loan that nothing runs in or waits for is recalled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from ..agents.protocol.loans import LoanState
+from .actions import Action, OpenLoan, Place, RecallLoan, SetReasons, StartAttempt, StopAttempt
+from .explain import QUEUED_BEHIND, backed_off, explain, queued_behind, waiting_in_loan
+from .model import Job, JobId, JobReason, Loan, LoanId, Node, NodeId, Snapshot
+from .placement import Choice, Group, Room, build_groups, choose, queue_order
+
+LATER_JOBS_MAX: Final = 32  # that wait for one loan; more of them are worth parking another engine
+REASONS_MAX: Final = 200  # written in one decision; the next one goes on
+
+_BEFORE_THE_END: Final = (LoanState.DRAINING, LoanState.PARKING, LoanState.SETTLING, LoanState.LENT)
+
+
+@dataclass(slots=True)
+class _Work:
+    """What is still free while the queue is gone through."""
+
+    snapshot: Snapshot
+    now: float
+    nodes: dict[NodeId, Node]
+    groups: list[Group]  # that may be lent and are not given away yet
+    all_groups: tuple[Group, ...]
+    loans: dict[LoanId, Loan]  # that may take more jobs
+    rooms: dict[LoanId, Room]
+    wanted: set[LoanId] = field(default_factory=set[LoanId])  # by attempts, or by jobs that wait for room
+    actions: list[Action] = field(default_factory=list[Action])
+    done: set[JobId] = field(default_factory=set[JobId])  # placed, or waiting for a loan of this decision
+    hopeless: dict[tuple[int, int | None], JobReason] = field(default_factory=dict[tuple[int, int | None], JobReason])
+
+
+def decide(snapshot: Snapshot, now: float) -> tuple[Action, ...]:
+    work = _prepare(snapshot, now)
+    for attempt in sorted(snapshot.attempts, key=lambda each: each.id):
+        node = work.nodes.get(attempt.node_id)
+        if attempt.stop_wanted and not attempt.stop_ordered and node is not None and node.up:
+            work.actions.append(StopAttempt(attempt.id, attempt.node_id))
+    queue = sorted(snapshot.jobs, key=queue_order)
+    reasons: list[tuple[Job, tuple[JobReason, ...]]] = []
+    ahead = 0
+    for position, job in enumerate(queue):
+        if job.id in work.done:
+            continue
+        if job.not_before > now:
+            reasons.append((job, (backed_off(job, now),)))
+            continue
+        reason = _serve(work, job, queue[position + 1 :])
+        if reason is None:
+            continue
+        reasons.append((job, (reason, queued_behind(ahead, now)) if ahead else (reason,)))
+        ahead += 1
+    for loan_id in sorted(work.loans):
+        loan = work.loans[loan_id]
+        if loan_id not in work.wanted:
+            work.actions.append(RecallLoan(loan_id, loan.node_id, "no job is left that fits"))
+    changed = [SetReasons(job.id, new) for job, given in reasons if (new := _renewed(job, given)) is not None]
+    return (*work.actions, *changed[:REASONS_MAX])
+
+
+def _prepare(snapshot: Snapshot, now: float) -> _Work:
+    nodes = {node.id: node for node in snapshot.nodes}
+    groups = build_groups(snapshot, now)
+    whole = {device: nbytes for group in groups for device, nbytes in group.whole_bytes.items()}
+    loans: dict[LoanId, Loan] = {}
+    rooms: dict[LoanId, Room] = {}
+    for loan in sorted(snapshot.loans, key=lambda each: each.id):
+        node = nodes.get(loan.node_id)
+        if loan.recall_ordered or loan.state not in _BEFORE_THE_END or node is None or not node.up:
+            continue
+        loans[loan.id] = loan
+        # A loan that has lost its engine ends with the jobs that it has.
+        left = {} if loan.engine_lost else dict(loan.room_bytes)
+        rooms[loan.id] = Room(loan.id, left, {device: whole.get(device, nbytes) for device, nbytes in left.items()})
+    for attempt in snapshot.attempts:
+        if attempt.loan_id in rooms:
+            room = rooms[attempt.loan_id]
+            room.take([device for device in attempt.device_ids if device in room.left_bytes], attempt.hbm_bytes)
+    free = [group for group in groups if group.blocker is None]
+    return _Work(
+        snapshot,
+        now,
+        nodes,
+        free,
+        groups,
+        loans,
+        rooms,
+        wanted={each.loan_id for each in snapshot.attempts if each.loan_id in loans},
+    )
+
+
+def _serve(work: _Work, job: Job, rest: list[Job]) -> JobReason | None:
+    """Places the job (None) or says why it waits."""
+    if job.assigned_loan_id in work.rooms:
+        loan_id = job.assigned_loan_id
+        work.wanted.add(loan_id)
+        if _start_in(work, job, loan_id):
+            return None
+        return waiting_in_loan(job, loan_id, work.now)
+    shape = (job.gpus, job.hbm_bytes)
+    if shape in work.hopeless:
+        return replace(work.hopeless[shape], since=work.now)
+    bare = choose(job, (group for group in work.groups if not group.engines))
+    if bare is not None:
+        _open(work, job, bare, rest)
+        return None
+    for loan_id in sorted(work.rooms):
+        if work.rooms[loan_id].fit(job) is None:
+            continue
+        work.wanted.add(loan_id)
+        if _start_in(work, job, loan_id):
+            return None
+        _reserve(work, job, loan_id)
+        return waiting_in_loan(job, loan_id, work.now)
+    choice = choose(job, work.groups)
+    if choice is not None:
+        _open(work, job, choice, rest)
+        return None
+    reason = explain(job, work.snapshot, work.all_groups, work.now)
+    work.hopeless[shape] = reason
+    return reason
+
+
+def _start_in(work: _Work, job: Job, loan_id: LoanId) -> bool:
+    """Starts the job in an open loan whose memory is proved free and has room for it."""
+    loan, room = work.loans[loan_id], work.rooms[loan_id]
+    fit = room.fit(job)
+    if loan.state is not LoanState.LENT or fit is None:
+        return False
+    device_ids, hbm_bytes = fit
+    room.take(device_ids, hbm_bytes)
+    place = Place(job.id, job.attempt_no, device_ids, hbm_bytes)
+    work.actions.append(StartAttempt(loan_id, loan.node_id, place))
+    return True
+
+
+def _reserve(work: _Work, job: Job, loan_id: LoanId) -> None:
+    room = work.rooms[loan_id]
+    fit = room.fit(job)
+    if fit is not None:
+        room.take(*fit)
+
+
+def _open(work: _Work, job: Job, choice: Choice, rest: list[Job]) -> None:
+    """Opens a loan for the job and for all behind it that fit under the same park."""
+    work.groups = [group for group in work.groups if group not in choice.groups]
+    whole = {device: nbytes for group in choice.groups for device, nbytes in group.whole_bytes.items()}
+    planned = choice.room_bytes
+    room = Room(None, dict(planned), whole)
+    room.take(choice.device_ids, choice.hbm_bytes)
+    places = [Place(job.id, job.attempt_no, choice.device_ids, choice.hbm_bytes)]
+    later: list[JobId] = []
+    bare = [group for group in work.groups if not group.engines]
+    empty = Room(None, dict(planned), whole)
+    for other in rest:
+        if other.not_before > work.now or other.id in work.done or other.assigned_loan_id in work.rooms:
+            continue
+        if empty.fit(other) is None or choose(other, bare) is not None:
+            continue
+        fit = room.fit(other)
+        if fit is not None:
+            room.take(*fit)
+            places.append(Place(other.id, other.attempt_no, *fit))
+        elif choice.engine_ids and len(later) < LATER_JOBS_MAX:
+            later.append(other.id)
+        else:
+            continue
+        work.done.add(other.id)
+    used = {device: planned[device] - left for device, left in room.left_bytes.items()}
+    engines = [engine for group in choice.groups for engine in group.engines]
+    work.actions.append(
+        OpenLoan(
+            node_id=choice.node_id,
+            device_ids=tuple(sorted(planned)),
+            engine_ids=choice.engine_ids,
+            # One number for all devices: what every one of them can show and none is asked in vain.
+            need_bytes=min(max(used.values()), min(planned.values())),
+            room_bytes=planned,
+            restore_by_seconds=min((engine.policy.park_seconds_max for engine in engines), default=None),
+            places=tuple(places),
+            later_job_ids=tuple(later),
+        )
+    )
+    work.done.add(job.id)
+
+
+def _renewed(job: Job, given: tuple[JobReason, ...]) -> tuple[JobReason, ...] | None:
+    """The reasons to write, or None if people would read the same. Each keeps the time since which it holds."""
+    since = {reason.code: reason.since for reason in job.reasons}
+    new = tuple(replace(reason, since=since.get(reason.code, reason.since)) for reason in given)
+    return None if [_gist(reason) for reason in new] == [_gist(reason) for reason in job.reasons] else new
+
+
+def _gist(reason: JobReason) -> tuple[object, ...]:
+    # The place in the queue is filled in by whoever reads it: it changes too often to be written.
+    if reason.code == QUEUED_BEHIND:
+        return (reason.code,)
+    return (reason.code, reason.sentence, reason.data)

@@ -1,0 +1,248 @@
+"""PURE: which devices can be lent, and which of them a job fits on.
+
+Devices that share an engine are lent together: they form a group. A group's bytes are those that show once its
+engines are parked: free + what the engines hold - what they keep while parked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ..agents.protocol.wire import EngineState, GateState
+from .model import Device, DeviceId, Engine, EngineId, Job, Loan, LoanId, Node, NodeId, Snapshot
+
+# A job that asks for the whole device gets what the device has. Drivers keep some of it for themselves;
+# below this share of the capacity something else is using it.
+WHOLE_DEVICE_SHARE_MIN: Final = 0.9
+_NEVER: Final = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """Why a group cannot be lent now. ``until``: when it will be looked at again, if that is known."""
+
+    code: str
+    sentence: str
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    node: Node
+    devices: tuple[Device, ...]
+    engines: tuple[Engine, ...]
+    room_bytes: Mapping[DeviceId, int]  # once the engines are parked
+    whole_bytes: Mapping[DeviceId, int]  # of each device with nobody else on it
+    blocker: Blocker | None
+
+    @property
+    def cost(self) -> tuple[int, bool, float, int, str, int, str]:
+        """What lending it costs, best first: no engine to park, then idle engines, the longest idle, the smallest."""
+        idle = [engine.idle_since for engine in self.engines]
+        busy = None in idle
+        since = max((at for at in idle if at is not None), default=0.0)
+        moved = sum(sum(engine.device_bytes.values()) for engine in self.engines)
+        first = self.devices[0]
+        return (len(self.engines), busy, _NEVER if busy else since, moved, self.node.id, first.index, first.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Groups of one node to lend, the devices among them that the job gets, and its bytes on each."""
+
+    groups: tuple[Group, ...]
+    device_ids: tuple[DeviceId, ...]
+    hbm_bytes: int
+
+    @property
+    def engine_ids(self) -> tuple[EngineId, ...]:
+        return tuple(sorted(engine.id for group in self.groups for engine in group.engines))
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.groups[0].node.id
+
+    @property
+    def room_bytes(self) -> dict[DeviceId, int]:
+        return {device: nbytes for group in self.groups for device, nbytes in group.room_bytes.items()}
+
+
+def largest_possible(nodes: Iterable[Sequence[int]], gpus: int) -> int:
+    """The most bytes that each of ``gpus`` devices of one node can give; 0 if no node has so many."""
+    return max((sorted(sizes, reverse=True)[gpus - 1] for sizes in nodes if len(sizes) >= gpus), default=0)
+
+
+def queue_order(job: Job) -> tuple[int, float, str]:
+    """Higher priority first, then who came first."""
+    return (-job.priority, job.created_at, job.id)
+
+
+def build_groups(snapshot: Snapshot, now: float) -> tuple[Group, ...]:
+    """All devices, grouped, cheapest first; the order of the snapshot's rows does not matter."""
+    nodes = {node.id: node for node in snapshot.nodes}
+    lent = {device: loan for loan in snapshot.loans for device in loan.device_ids}
+    devices = {device.id: device for device in snapshot.devices if device.node_id in nodes}
+    groups = [
+        _group(nodes[devices[members[0]].node_id], [devices[each] for each in members], engines, lent, now)
+        for members, engines in _components(devices, snapshot.engines)
+    ]
+    return tuple(sorted(groups, key=lambda group: group.cost))
+
+
+def _components(
+    devices: Mapping[DeviceId, Device], engines: Iterable[Engine]
+) -> list[tuple[list[DeviceId], list[Engine]]]:
+    """Devices joined by the engines that lie on them."""
+    of_device: dict[DeviceId, list[Engine]] = {}
+    for engine in sorted(engines, key=lambda each: each.id):
+        for device_id in engine.device_ids:
+            of_device.setdefault(device_id, []).append(engine)
+    components: list[tuple[list[DeviceId], list[Engine]]] = []
+    seen: set[DeviceId] = set()
+    for start in sorted(devices):
+        if start in seen:
+            continue
+        members: list[DeviceId] = []
+        joined: dict[EngineId, Engine] = {}
+        todo = [start]
+        while todo:
+            here = todo.pop()
+            if here in seen or here not in devices:
+                continue
+            seen.add(here)
+            members.append(here)
+            for engine in of_device.get(here, ()):
+                joined[engine.id] = engine
+                todo.extend(engine.device_ids)
+        components.append((sorted(members), [joined[key] for key in sorted(joined)]))
+    return components
+
+
+def _group(
+    node: Node, devices: list[Device], engines: list[Engine], lent: Mapping[DeviceId, Loan], now: float
+) -> Group:
+    devices.sort(key=lambda device: (device.index, device.id))
+    room: dict[DeviceId, int] = {}
+    whole: dict[DeviceId, int] = {}
+    for device in devices:
+        held = sum(engine.device_bytes.get(device.id, 0) for engine in engines)
+        kept = sum(engine.residual_bytes.get(device.id, 0) for engine in engines)
+        whole[device.id] = max(0, device.capacity_bytes - kept)
+        # Two observations of different moments must not add up to more than there is.
+        room[device.id] = max(0, min(device.free_bytes + held - kept, whole[device.id]))
+    blocker = _device_blocker(node, devices, lent) or _engine_blocker(devices, engines, now)
+    return Group(node, tuple(devices), tuple(engines), room, whole, blocker)
+
+
+def _device_blocker(node: Node, devices: list[Device], lent: Mapping[DeviceId, Loan]) -> Blocker | None:
+    if not node.up:
+        sentence = f"node {node.name} is silent" if node.silent else f"node {node.name} has not finished registering"
+        return Blocker("NodeUnreachable", sentence, {"node": node.name})
+    for device in devices:
+        if device.quarantined:
+            return Blocker("DeviceQuarantined", f"device {device.id} is quarantined", {"device_id": device.id})
+    for device in devices:
+        if device.id in lent:
+            loan = lent[device.id]
+            return Blocker("LoanOpen", f"its devices are lent: the loan is {loan.state}", {"loan_id": loan.id})
+    return None
+
+
+def _engine_blocker(devices: list[Device], engines: list[Engine], now: float) -> Blocker | None:
+    here = {device.id for device in devices}
+    for engine in engines:
+        data = {"engine_id": engine.id, "engine": engine.name}
+        if engine.policy.when != "always":
+            sentence = f"engine {engine.name} is lent by hand only (policy `when` is {engine.policy.when})"
+            return Blocker("EngineManual", sentence, data)
+        if engine.state is not EngineState.RUNNING or not engine.verified or engine.gate is not GateState.OPEN:
+            doubt = "" if engine.verified else ", not verified yet"
+            sentence = f"engine {engine.name} is {engine.state}, its gate {engine.gate}{doubt}"
+            return Blocker("EngineNotReady", sentence, data)
+        if engine.not_before > now:
+            trouble = engine.trouble
+            code = trouble.code if trouble else "EngineNotReady"
+            why = trouble.sentence if trouble else "its last park failed"
+            more = trouble.data if trouble else {}
+            return Blocker(
+                code, f"engine {engine.name} is left alone for a while: {why}", {**data, **more}, engine.not_before
+            )
+        if not here.issuperset(engine.device_ids):
+            return Blocker("EngineNotReady", f"engine {engine.name} has devices that are not known yet", data)
+    return None
+
+
+def bytes_on(job: Job, room: Mapping[DeviceId, int], whole: Mapping[DeviceId, int], device: DeviceId) -> int | None:
+    """The bytes that the job would take there, or None where it does not fit."""
+    if job.hbm_bytes is not None:
+        return job.hbm_bytes if room[device] >= job.hbm_bytes else None
+    return room[device] if room[device] > 0 and room[device] >= whole[device] * WHOLE_DEVICE_SHARE_MIN else None
+
+
+def choose(job: Job, groups: Iterable[Group]) -> Choice | None:
+    """The cheapest devices of one node for the job. ``groups`` are in order of cost and may all be lent."""
+    by_node: dict[NodeId, list[Group]] = {}
+    for group in groups:
+        by_node.setdefault(group.node.id, []).append(group)
+    choices = [choice for each in by_node.values() if (choice := _choose_on_node(job, each)) is not None]
+    return min(choices, key=_choice_cost, default=None)
+
+
+def _choice_cost(choice: Choice) -> tuple[Any, ...]:
+    costs = [group.cost for group in choice.groups]
+    return (sum(cost[0] for cost in costs), any(cost[1] for cost in costs), max(cost[2] for cost in costs),
+            sum(cost[3] for cost in costs), choice.node_id, choice.device_ids)  # fmt: skip
+
+
+def _choose_on_node(job: Job, groups: Sequence[Group]) -> Choice | None:
+    fits = [(group, _fitting(job, group)) for group in groups]
+    fits = [(group, devices) for group, devices in fits if devices]
+    taken: list[tuple[Group, list[DeviceId]]] = []
+    count = 0
+    for group, devices in fits:
+        if count >= job.gpus:
+            break
+        taken.append((group, devices))
+        count += len(devices)
+    if count < job.gpus:
+        return None
+    # What came first may be superfluous once a larger group had to be taken: drop the dearest that can go.
+    for group, devices in sorted(taken, key=lambda pair: pair[0].cost, reverse=True):
+        if count - len(devices) >= job.gpus:
+            taken = [pair for pair in taken if pair[0] is not group]
+            count -= len(devices)
+    chosen = [device for _, devices in taken for device in devices][: job.gpus]
+    room = {device: nbytes for group, _ in taken for device, nbytes in group.room_bytes.items()}
+    hbm_bytes = job.hbm_bytes if job.hbm_bytes is not None else min(room[device] for device in chosen)
+    used = set(chosen)
+    kept = tuple(group for group, devices in taken if used.intersection(devices))
+    return Choice(kept, tuple(chosen), hbm_bytes)
+
+
+def _fitting(job: Job, group: Group) -> list[DeviceId]:
+    return [d.id for d in group.devices if bytes_on(job, group.room_bytes, group.whole_bytes, d.id) is not None]
+
+
+@dataclass(slots=True)
+class Room:
+    """What is left on the devices of one loan while it is being filled."""
+
+    loan_id: LoanId | None
+    left_bytes: dict[DeviceId, int]
+    whole_bytes: Mapping[DeviceId, int]
+
+    def fit(self, job: Job) -> tuple[tuple[DeviceId, ...], int] | None:
+        """Devices for the job beside what is there already, the emptiest first."""
+        order = sorted(self.left_bytes, key=lambda device: (-self.left_bytes[device], device))
+        chosen = [d for d in order if bytes_on(job, self.left_bytes, self.whole_bytes, d) is not None][: job.gpus]
+        if len(chosen) < job.gpus:
+            return None
+        taken = job.hbm_bytes if job.hbm_bytes is not None else min(self.left_bytes[device] for device in chosen)
+        return tuple(chosen), taken
+
+    def take(self, device_ids: Iterable[DeviceId], hbm_bytes: int) -> None:
+        for device in device_ids:
+            self.left_bytes[device] -= hbm_bytes

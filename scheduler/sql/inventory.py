@@ -1,0 +1,143 @@
+"""What a node says of its devices and engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import insert, select, update
+
+from ...agents.protocol.policy import EnginePolicy
+from ...agents.protocol.wire import DeviceObserved, EngineChanged
+from ..tables import devices, engines
+from .changes import AGENT, as_json
+from .writer import Tx
+
+
+def device_observed(tx: Tx, node_id: str, report: DeviceObserved, now: float) -> None:
+    row = (
+        tx.conn.execute(select(devices).where(devices.c.id == report.device_id).with_for_update())
+        .mappings()
+        .one_or_none()
+    )
+    values: dict[str, Any] = {
+        "node_id": node_id,
+        "position": report.index,
+        "kind": report.device_kind,
+        "capacity_bytes": report.capacity_bytes,
+        "free_bytes": report.free_bytes,
+        "processes": [process.model_dump(mode="json") for process in report.processes],
+        "quarantined": as_json(report.quarantined),
+        "observed_at": now,
+        "present": True,
+    }
+    if row is None:
+        tx.conn.execute(insert(devices).values(id=report.device_id, epoch=0, **values))
+        tx.event("device_added", "a device came", now, actor=AGENT, device_id=report.device_id, node_id=node_id)
+        tx.touch("nodes", "decide")
+        return
+    tx.conn.execute(update(devices).where(devices.c.id == report.device_id).values(**values))
+    if row["node_id"] != node_id:
+        tx.event(
+            "alert",
+            f"the device was of node {row['node_id']}",
+            now,
+            severity="warning",
+            device_id=report.device_id,
+            node_id=node_id,
+            data={"code": "device_moved"},
+        )
+    if (row["quarantined"] is None) != (report.quarantined is None):
+        reason = report.quarantined
+        tx.event(
+            "device_quarantined" if reason else "device_released",
+            reason.sentence if reason else "the device is no longer quarantined",
+            now,
+            actor=AGENT,
+            severity="critical" if reason else "info",
+            device_id=report.device_id,
+            node_id=node_id,
+            data=as_json(reason),
+        )
+    if any(
+        row[name] != values[name] for name in ("free_bytes", "capacity_bytes", "processes", "quarantined", "present")
+    ):
+        tx.touch("nodes", "decide")
+
+
+def engine_values(report: EngineChanged) -> dict[str, Any]:
+    return {
+        "name": report.name,
+        "kind": report.engine_kind,
+        "models": report.models,
+        "device_ids": report.device_ids,
+        "supervised": report.supervised,
+        "state": report.state.value,
+        "gate": report.gate.value,
+        "verified": report.verified,
+        "incarnation": report.incarnation,
+        "device_bytes": report.device_bytes,
+        "residual_bytes": report.residual_bytes,
+        "processes": {name: who.model_dump(mode="json") for name, who in report.processes.items()},
+        "endpoint": report.endpoint,
+        "reason": as_json(report.reason),
+        "policy_version_in_force": report.policy_version,
+        "present": True,
+    }
+
+
+def engine_changed(tx: Tx, node_id: str, report: EngineChanged, now: float) -> None:
+    row = (
+        tx.conn.execute(select(engines).where(engines.c.id == report.engine_id).with_for_update())
+        .mappings()
+        .one_or_none()
+    )
+    values = engine_values(report)
+    if row is None:
+        add_engine(tx, node_id, report, EnginePolicy(), locked=False, now=now)
+        return
+    tx.conn.execute(
+        update(engines).where(engines.c.id == report.engine_id).values(node_id=node_id, updated_at=now, **values)
+    )
+    before = f"{row['state']}, gate {row['gate']}{'' if row['verified'] else ', not verified'}"
+    after = f"{report.state}, gate {report.gate}{'' if report.verified else ', not verified'}"
+    if before != after:
+        tx.event(
+            "engine_changed",
+            f"engine {report.name}: {report.reason.sentence if report.reason else after}",
+            now,
+            actor=AGENT,
+            severity="warning" if report.state.value in ("failed", "gone", "unreachable") else "info",
+            engine_id=report.engine_id,
+            node_id=node_id,
+            from_state=row["state"],
+            to_state=report.state.value,
+            data={"gate": report.gate.value, "verified": report.verified},
+        )
+    if any(row[name] != value for name, value in values.items()):
+        tx.touch("engines", "decide")
+
+
+def add_engine(tx: Tx, node_id: str, report: EngineChanged, policy: EnginePolicy, *, locked: bool, now: float) -> None:
+    tx.conn.execute(
+        insert(engines).values(
+            id=report.engine_id,
+            node_id=node_id,
+            policy=policy.model_dump(mode="json"),
+            policy_version=1,
+            policy_locked=locked,
+            not_before=0.0,
+            trouble_count=0,
+            updated_at=now,
+            **engine_values(report),
+        )
+    )
+    tx.event(
+        "engine_added",
+        f"engine {report.name} came",
+        now,
+        actor=AGENT,
+        engine_id=report.engine_id,
+        node_id=node_id,
+        to_state=report.state.value,
+    )
+    tx.touch("engines", "decide")

@@ -1,0 +1,146 @@
+"""What users do to jobs."""
+
+from __future__ import annotations
+
+import uuid_utils
+from sqlalchemy import Connection, delete, func, insert, select
+
+from ..errors import Conflict, IdempotencyMismatch, NotFound, QueueFull, Unsatisfiable
+from ..lifecycle import TERMINAL_JOB_STATES, JobEvent, JobState
+from ..model import JobId, SubmitResult
+from ..placement import largest_possible
+from ..requests import JobRequest
+from ..tables import devices, engines, idempotency_keys, jobs
+from .changes import locked_job, move_job
+from .retention import IDEMPOTENCY_SECONDS
+from .writer import Tx
+
+
+def new_id() -> str:
+    """UUIDv7: ids sort by when they were made."""
+    return str(uuid_utils.uuid7())
+
+
+def submit(
+    tx: Tx,
+    request: JobRequest,
+    principal: str,
+    idempotency_key: str | None,
+    body_sha256: str,
+    now: float,
+    queue_jobs_max: int,
+) -> SubmitResult:
+    """The key's row commits with the job's: a repeated request finds both or neither."""
+    if idempotency_key is not None:
+        seen = _replayed(tx, principal, idempotency_key, body_sha256, now)
+        if seen is not None:
+            return SubmitResult(seen, replayed=True)
+    _check_possible(tx.conn, request)
+    waiting = tx.conn.execute(
+        select(func.count()).select_from(jobs).where(jobs.c.state.in_((JobState.QUEUED.value, JobState.HELD.value)))
+    ).scalar_one()
+    if waiting >= queue_jobs_max:
+        raise QueueFull(queue_jobs_max)
+    job_id = JobId(new_id())
+    tx.conn.execute(
+        insert(jobs).values(
+            id=job_id,
+            name=request.name,
+            state=JobState.QUEUED.value,
+            argv=list(request.argv),
+            env=request.env,
+            workdir=request.workdir,
+            priority=request.priority,
+            project=request.project,
+            gpus=request.gpus,
+            hbm_bytes=request.hbm_bytes,
+            time_limit_seconds=request.time_limit_seconds,
+            kill_grace_seconds=request.kill_grace_seconds,
+            created_at=now,
+            queued_at=now,
+            reasons=[],
+            attempt_no=0,
+            not_before=0.0,
+            trouble_count=0,
+            stop_wanted=False,
+            submitted_by=principal,
+        )
+    )
+    if idempotency_key is not None:
+        tx.conn.execute(
+            insert(idempotency_keys).values(
+                principal=principal, key=idempotency_key, body_sha256=body_sha256, job_id=job_id, created_at=now
+            )
+        )
+    tx.event(
+        "job_changed",
+        "the job was submitted",
+        now,
+        actor=principal,
+        job_id=job_id,
+        to_state=JobState.QUEUED.value,
+    )
+    tx.touch("jobs", "decide")
+    return SubmitResult(job_id, replayed=False)
+
+
+def _replayed(tx: Tx, principal: str, key: str, body_sha256: str, now: float) -> JobId | None:
+    here = (idempotency_keys.c.principal == principal) & (idempotency_keys.c.key == key)
+    row = tx.conn.execute(select(idempotency_keys).where(here).with_for_update()).one_or_none()
+    if row is None:
+        return None
+    if row.created_at < now - IDEMPOTENCY_SECONDS:
+        tx.conn.execute(delete(idempotency_keys).where(here))
+        return None
+    if row.body_sha256 != body_sha256:
+        raise IdempotencyMismatch(key)
+    return JobId(row.job_id)
+
+
+def _check_possible(conn: Connection, request: JobRequest) -> None:
+    """Refuses what no known node could ever run. With no node known yet it waits."""
+    rows = conn.execute(
+        select(devices.c.node_id, devices.c.id, devices.c.capacity_bytes).where(devices.c.present)
+    ).all()
+    if not rows:
+        return
+    kept: dict[str, int] = {}
+    for residual in conn.execute(select(engines.c.residual_bytes).where(engines.c.present)).scalars():
+        for device_id, nbytes in residual.items():
+            kept[device_id] = kept.get(device_id, 0) + nbytes
+    by_node: dict[str, list[int]] = {}
+    for row in rows:
+        by_node.setdefault(row.node_id, []).append(max(0, row.capacity_bytes - kept.get(row.id, 0)))
+    largest_gpus = max(len(sizes) for sizes in by_node.values())
+    largest_bytes = largest_possible(by_node.values(), request.gpus)
+    if largest_bytes == 0:
+        raise Unsatisfiable(
+            "gpus",
+            f"no node has {request.gpus} devices; the largest has {largest_gpus}",
+            largest_bytes=0,
+            largest_gpus=largest_gpus,
+        )
+    if request.hbm_bytes is not None and request.hbm_bytes > largest_bytes:
+        raise Unsatisfiable(
+            "hbm_bytes",
+            f"{request.hbm_bytes} bytes on each of {request.gpus} devices of one node do not exist;"
+            f" the largest possible is {largest_bytes}",
+            largest_bytes=largest_bytes,
+            largest_gpus=largest_gpus,
+        )
+
+
+def cancel(tx: Tx, job_id: str, principal: str, now: float) -> None:
+    job = locked_job(tx, job_id)
+    if job is None:
+        raise NotFound("job", job_id)
+    state = JobState(job["state"])
+    if state is JobState.CANCELLED or state is JobState.STOPPING:
+        return
+    if state in TERMINAL_JOB_STATES:
+        raise Conflict(f"the job has ended already: {state}", state=state.value)
+    waiting = state in (JobState.QUEUED, JobState.HELD)
+    event = JobEvent.CANCELLED if waiting else JobEvent.STOP_WANTED
+    sentence = f"cancelled by {principal}"
+    if not move_job(tx, job, event, now, sentence=sentence, actor=principal, values={"stop_wanted": True}):
+        raise Conflict("the job changed at the same moment; look again", state=state.value)

@@ -1,0 +1,49 @@
+"""The leader's row: a term and an expiry by the database's clock. The term guards; the expiry only keeps two from
+taking turns."""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy import Double, literal_column, select, update
+
+from ..errors import NotLeader
+from ..tables import leader
+from .writer import Tx
+
+_ROW = 1
+
+
+def _database_now(tx: Tx) -> float:
+    if tx.conn.dialect.name == "sqlite":
+        clock = "(julianday('now') - 2440587.5) * 86400.0"
+    else:
+        clock = "extract(epoch from clock_timestamp())"
+    return float(tx.conn.execute(select(literal_column(clock, Double))).scalar_one())
+
+
+def lead(tx: Tx, holder: str, ttl_seconds: float, term: int, *, take_over: bool) -> int | None:
+    """Renews ``term`` if it still rules, else takes a free or expired leadership under the next term."""
+    row = tx.conn.execute(select(leader).where(leader.c.id == _ROW).with_for_update()).one()
+    now = _database_now(tx)
+    mine = term != 0 and row.term == term
+    if not mine and not take_over and row.holder and row.expires_at > now:
+        return None
+    new = term if mine else row.term + 1
+    tx.conn.execute(
+        update(leader).where(leader.c.id == _ROW).values(term=new, holder=holder, expires_at=now + ttl_seconds)
+    )
+    if not mine:
+        tx.event("leader_changed", f"{holder} leads", time.time(), data={"term": new, "before": row.holder})
+    return int(new)
+
+
+def resign(tx: Tx, term: int) -> None:
+    tx.conn.execute(update(leader).where(leader.c.id == _ROW, leader.c.term == term).values(holder="", expires_at=0.0))
+
+
+def check_term(tx: Tx, term: int) -> None:
+    """Raises NotLeader. On PostgreSQL the row stays locked to the commit: no other term can begin in between."""
+    statement = select(leader.c.term).where(leader.c.id == _ROW).with_for_update(read=True)
+    if tx.conn.execute(statement).scalar_one() != term:
+        raise NotLeader(term)

@@ -1,0 +1,150 @@
+"""What a node says of its loans. The scheduler advances them by the same table; where that has no edge, reports
+were lost and the node's facts win."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sqlalchemy import RowMapping, insert, select, update
+
+from ...agents.protocol.loans import IllegalLoanTransition, LoanEvent, LoanState, advance
+from ...agents.protocol.wire import LoanChanged, LoanStepTaken, Reason, RecallLoan
+from ..tables import engines, leader, loan_steps, loans
+from .changes import AGENT, as_json, backoff_seconds, give_order, locked_loan, set_loan_state
+from .writer import Tx
+
+# The park did not work out: closing traffic again at once would not either.
+PARK_TROUBLE: Final = {
+    LoanEvent.DRAIN_DEADLINE_ABORTED: "WaitingForDrain",
+    LoanEvent.PREFLIGHT_REFUSED: "EngineNotReady",
+    LoanEvent.GOLDEN_WRONG: "EngineNotReady",
+    LoanEvent.PARK_REFUSED: "EngineNotReady",
+    LoanEvent.PARK_DEADLINE: "EngineNotReady",
+    LoanEvent.MEMORY_NOT_FREE: "HBMNotFreed",
+    LoanEvent.FOREIGN_PROCESS: "ForeignProcess",
+}
+
+
+def loan_changed(tx: Tx, node_id: str, report: LoanChanged, now: float) -> None:
+    loan = locked_loan(tx, report.loan_id)
+    if loan is None or loan["node_id"] != node_id:
+        tx.event(
+            "alert",
+            f"the node reports a loan that is not known here: {report.loan_id} is {report.state}",
+            now,
+            severity="warning",
+            node_id=node_id,
+            data={"code": "loan_unknown", "loan_id": report.loan_id, "state": report.state},
+        )
+        return
+    old = LoanState(loan["state"])
+    if old is LoanState.CLOSED:
+        if report.state is not LoanState.CLOSED:
+            _recall_closed(tx, loan, report, now)
+        return
+    _mark_engines(tx, loan, report, now)
+    values: dict[str, Any] = {"reported": True, "missing_incarnation": None}
+    if report.engine_lost:
+        values["engine_lost"] = True
+    type_, adopted = _judge(loan["id"], old, report, adopted=bool(loan["adopted"]))
+    if type_ is None:  # older than what the registration said
+        tx.conn.execute(update(loans).where(loans.c.id == loan["id"]).values(**values))
+        return
+    set_loan_state(
+        tx,
+        loan,
+        report.state,
+        now,
+        type_=type_,
+        event=report.event,
+        reason=report.reason,
+        values={**values, "adopted": adopted},
+    )
+
+
+def _judge(loan_id: str, old: LoanState, report: LoanChanged, *, adopted: bool) -> tuple[str | None, bool]:
+    """The type of the event to record (None: nothing new), and whether the loan stays ahead of its reports."""
+    if report.event is None:
+        first = old is LoanState.DRAINING or old is LoanState.SETTLING
+        expected: LoanState | None = LoanState(old) if first else None
+    else:
+        try:
+            expected = advance(loan_id, old, report.event)
+        except IllegalLoanTransition:
+            expected = None
+    if expected is report.state:
+        return "loan_changed", False
+    if adopted:
+        return ("loan_changed", False) if report.state is old else (None, True)
+    return "loan_state_adopted", False
+
+
+def _recall_closed(tx: Tx, loan: RowMapping, report: LoanChanged, now: float) -> None:
+    term = int(tx.conn.execute(select(leader.c.term)).scalar_one())
+    order = RecallLoan(loan_id=loan["id"], reason="the scheduler has closed this loan")
+    give_order(tx, loan["node_id"], order, term, now, loan_id=loan["id"])
+    tx.event(
+        "alert",
+        f"the node says {report.state} of a loan that is closed here; it is recalled",
+        now,
+        severity="warning",
+        loan_id=loan["id"],
+        node_id=loan["node_id"],
+        data={"code": "loan_closed_here", "state": report.state},
+    )
+
+
+def _mark_engines(tx: Tx, loan: RowMapping, report: LoanChanged, now: float) -> None:
+    """Back-off of the engines after a park that did not work; forgotten once one has."""
+    ids = [report.engine_id] if report.engine_id in loan["engine_ids"] else loan["engine_ids"]
+    if not ids or report.event is None:
+        return
+    if report.event is LoanEvent.MEMORY_FREE:
+        tx.conn.execute(
+            update(engines)
+            .where(engines.c.id.in_(loan["engine_ids"]))
+            .values(trouble=None, trouble_count=0, not_before=0.0)
+        )
+        return
+    code = PARK_TROUBLE.get(report.event)
+    if code is None:
+        return
+    rows = tx.conn.execute(select(engines).where(engines.c.id.in_(ids)).order_by(engines.c.id)).mappings().all()
+    for row in rows:
+        count = row["trouble_count"] + 1
+        reason = report.reason or Reason(code=code, sentence=f"the last park ended with {report.event}")
+        tx.conn.execute(
+            update(engines)
+            .where(engines.c.id == row["id"])
+            .values(trouble=as_json(reason), trouble_count=count, not_before=now + backoff_seconds(count))
+        )
+        tx.event(
+            "park_ineffective" if report.event is LoanEvent.MEMORY_NOT_FREE else "park_failed",
+            f"engine {row['name']}: {reason.sentence}",
+            now,
+            actor=AGENT,
+            severity="warning",
+            engine_id=row["id"],
+            loan_id=loan["id"],
+            node_id=loan["node_id"],
+            data={"reason": as_json(reason), "not_before": now + backoff_seconds(count)},
+        )
+
+
+def step_taken(tx: Tx, node_id: str, report_id: int, report: LoanStepTaken, at: float) -> None:
+    statement = select(loans.c.id).where(loans.c.id == report.loan_id, loans.c.node_id == node_id)
+    if tx.conn.execute(statement).one_or_none() is None:
+        return  # LoanChanged of the same loan says that it is not known
+    tx.conn.execute(
+        insert(loan_steps).values(
+            loan_id=report.loan_id,
+            report_id=report_id,
+            step=report.step.value,
+            engine_id=report.engine_id,
+            attempt_id=report.attempt_id,
+            at=at,
+            monotonic_seconds=report.monotonic_seconds,
+            data=report.data,
+        )
+    )
+    tx.touch("loans")

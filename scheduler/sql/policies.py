@@ -1,0 +1,52 @@
+"""Engine policies: seeded by the agent's TOML, changed over REST, locked by the TOML if it says so."""
+
+from __future__ import annotations
+
+from sqlalchemy import update
+
+from ...agents.protocol.policy import EnginePolicy
+from ...agents.protocol.wire import SetPolicy
+from ..errors import PolicyLocked, VersionConflict
+from ..model import PolicyRow
+from ..tables import engines
+from .changes import give_order
+from .reading import engine, policy_of
+from .writer import Tx
+
+
+def put(
+    tx: Tx,
+    id_or_name: str,
+    policy: EnginePolicy,
+    expected_version: int | None,
+    principal: str,
+    now: float,
+    term: int,
+) -> PolicyRow:
+    found = engine(tx.conn, id_or_name)
+    if found.policy_locked:
+        raise PolicyLocked(found.id)
+    if expected_version is not None and expected_version != found.policy_version:
+        raise VersionConflict(expected_version, found.policy_version)
+    if policy == found.policy:
+        return policy_of(found)
+    version = found.policy_version + 1
+    written = tx.conn.execute(
+        update(engines)
+        .where(engines.c.id == found.id, engines.c.policy_version == found.policy_version)
+        .values(policy=policy.model_dump(mode="json"), policy_version=version)
+    )
+    if written.rowcount != 1:
+        raise VersionConflict(found.policy_version, version)
+    give_order(tx, found.node_id, SetPolicy(engine_id=found.id, version=version, policy=policy), term, now)
+    tx.event(
+        "policy_changed",
+        f"the policy is at version {version}",
+        now,
+        actor=principal,
+        engine_id=found.id,
+        node_id=found.node_id,
+        data={"version": version, "policy": policy.model_dump(mode="json")},
+    )
+    tx.touch("engines", "decide")
+    return PolicyRow(found.id, version, policy, locked=False, version_in_force=found.policy_version_in_force)

@@ -1,0 +1,395 @@
+"""A node registers with all that it holds, and both sides are brought to one picture.
+
+What the node holds is adopted, or named to be recalled. What it does not hold is the delicate half: an attempt that
+is open here and not listed there may be started again only if it is PROVED not to have started. The proof has
+these parts, and each is needed:
+
+1. Same journal. The node writes each acceptance of an order to its journal, flushed, before it acts on it, and lists
+   from that journal every attempt that lives and every one whose end was not acknowledged. An attempt that
+   is not listed was never accepted, or its end was acknowledged, that is: is in this database.
+2. It is still `placed` here and the node never spoke of it, nor answered its order `accepted`. Otherwise the node
+   once had it; that it is missing now means that a journal or this database lost something. Nothing follows then.
+3. No report is known to be missing (``doubt``).
+4. No old order can still start it. A registration ends all orders given so far: their seqs are at or below the
+   fence, are never sent again, and the node refuses orders of a lower incarnation.
+5. The registration is IN USE. A request that was delayed on its way (the node gave up on it, registered again and has
+   been given orders since) describes a past in which the attempt was rightly not listed. So nothing is
+   concluded at registration; it is noted, and concluded when the node first uses that very registration:
+   its incarnation, or a seq at or above its fence, which only its answer told. A later registration overwrites
+   the note.
+
+Everything else stays `unknown`, with an alert. A reboot (another boot id, same conditions 4 and 5) proves that whatever
+ran is over: `node_rebooted`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sqlalchemy import RowMapping, insert, select, update
+
+from ...agents.protocol.loans import LoanState
+from ...agents.protocol.policy import EnginePolicy
+from ...agents.protocol.wire import (
+    PROTOCOL_VERSION,
+    AttemptEnd,
+    AttemptState,
+    EngineDeclared,
+    HeldLoan,
+    PolicyInForce,
+    Reason,
+    Register,
+    Registered,
+)
+from ..errors import DuplicateIdentity, InvalidRequest, NotFound, StaleIncarnation
+from ..lifecycle import JobState
+from ..tables import attempts, devices, engines, jobs, leader, loan_devices, loans, nodes, orders
+from . import attempt_reports, inventory
+from .changes import end_attempt, lose_sight, set_loan_state
+from .writer import Tx
+
+_HELD_MAX: Final = 10_000
+
+
+def register(tx: Tx, register: Register, now: float, lease_seconds: float) -> Registered:
+    if register.protocol_version > PROTOCOL_VERSION + 1:
+        raise InvalidRequest(
+            "protocol_version", f"{register.protocol_version} is too new for this server; update the server first"
+        )
+    if len(register.loans) + len(register.attempts) > _HELD_MAX:
+        raise InvalidRequest("loans", f"a node may hold {_HELD_MAX} loans and attempts")
+    node = _write_node(tx, register, now)
+    _write_inventory(tx, register, now)
+    recall = _adopt_loans(tx, register, now)
+    stop = _adopt_attempts(tx, register, now)
+    _note_missing(tx, register, node["incarnation"])
+    tx.event(
+        "node_registered",
+        f"node {register.name} registered, version {register.version}",
+        now,
+        actor="agent",
+        node_id=register.node_id,
+        data={"incarnation": node["incarnation"], "loans": len(register.loans), "attempts": len(register.attempts)},
+    )
+    tx.touch("nodes", "engines", "decide")
+    return Registered(
+        incarnation=node["incarnation"],
+        term=int(tx.conn.execute(select(leader.c.term)).scalar_one()),
+        lease_seconds=lease_seconds,
+        orders_after=node["fence_seq"],
+        acknowledged=node["acknowledged"],
+        recall_loans=recall,
+        stop_attempts=stop,
+        policies=_policies(tx, register.node_id),
+    )
+
+
+def _write_node(tx: Tx, register: Register, now: float) -> RowMapping:
+    """A new incarnation, and a fence above every order given so far."""
+    here = nodes.c.id == register.node_id
+    old = tx.conn.execute(select(nodes).where(here).with_for_update()).mappings().one_or_none()
+    values: dict[str, Any] = {
+        "name": register.name,
+        "version": register.version,
+        "protocol_version": register.protocol_version,
+        "boot_id": register.boot_id,
+        "machine_id": register.machine_id,
+        "journal_id": register.journal_id,
+        "last_seen_at": now,
+        "silent_since": None,
+        "registered_at": now,
+    }
+    if old is None:
+        counts = {"incarnation": 1, "confirmed_incarnation": 0, "acknowledged": 0, "order_seq": 1, "fence_seq": 1}
+        tx.conn.execute(insert(nodes).values(id=register.node_id, heard_count=1, **counts, **values))
+    else:
+        if old["machine_id"] != register.machine_id:
+            raise DuplicateIdentity(register.node_id)
+        values |= {
+            "incarnation": old["incarnation"] + 1,
+            "order_seq": old["order_seq"] + 1,
+            "fence_seq": old["order_seq"] + 1,
+            "heard_count": old["heard_count"] + 1,
+        }
+        if old["journal_id"] != register.journal_id:
+            values |= {"acknowledged": 0, "journal_before_id": old["journal_before_id"] or old["journal_id"]}
+        if old["boot_id"] != register.boot_id:
+            values["boot_before_id"] = old["boot_before_id"] or old["boot_id"]
+        tx.conn.execute(update(nodes).where(here).values(**values))
+        # Orders are over: what they asked for and is still wanted is ordered anew.
+        live = (attempts.c.node_id == register.node_id) & (attempts.c.state != AttemptState.ENDED.value)
+        tx.conn.execute(update(attempts).where(live).values(stop_ordered=False))
+        open_ = (loans.c.node_id == register.node_id) & (loans.c.state != LoanState.CLOSED.value)
+        tx.conn.execute(update(loans).where(open_).values(recall_ordered=False))
+    return tx.conn.execute(select(nodes).where(here)).mappings().one()
+
+
+def _write_inventory(tx: Tx, register: Register, now: float) -> None:
+    node_id = register.node_id
+    for table in (devices, engines):
+        tx.conn.execute(update(table).where(table.c.node_id == node_id).values(present=False))
+    for device in register.devices:
+        inventory.device_observed(tx, node_id, device, now)
+    for declared in register.engines:
+        _declare_engine(tx, node_id, declared, now)
+
+
+def _declare_engine(tx: Tx, node_id: str, declared: EngineDeclared, now: float) -> None:
+    """The TOML seeds the row in SQL, once; a locked TOML rules it at each registration."""
+    engine_id = declared.engine.engine_id
+    row = tx.conn.execute(select(engines).where(engines.c.id == engine_id).with_for_update()).mappings().one_or_none()
+    if row is None:
+        inventory.add_engine(tx, node_id, declared.engine, declared.policy, locked=declared.policy_locked, now=now)
+        return
+    inventory.engine_changed(tx, node_id, declared.engine, now)
+    values: dict[str, Any] = {"policy_locked": declared.policy_locked}
+    policy = declared.policy.model_dump(mode="json")
+    if declared.policy_locked and row["policy"] != policy:
+        values |= {"policy": policy, "policy_version": row["policy_version"] + 1}
+        tx.event("policy_changed", "the agent's file rules", now, actor="agent", engine_id=engine_id, node_id=node_id)
+    tx.conn.execute(update(engines).where(engines.c.id == engine_id).values(**values))
+
+
+def _policies(tx: Tx, node_id: str) -> list[PolicyInForce]:
+    statement = select(engines).where(engines.c.node_id == node_id, engines.c.present).order_by(engines.c.id)
+    return [
+        PolicyInForce(
+            engine_id=row["id"], version=row["policy_version"], policy=EnginePolicy.model_validate(row["policy"])
+        )
+        for row in tx.conn.execute(statement).mappings()
+    ]
+
+
+# ---- what the node holds ---------------------------------------------------------------------------------------
+
+
+def _adopt_loans(tx: Tx, register: Register, now: float) -> list[str]:
+    """Known and open: the node's state is taken. The others are to be recalled; until they are over their devices
+    are not lent again, so an unknown one gets a row."""
+    recall: list[str] = []
+    for held in register.loans:
+        statement = select(loans).where(loans.c.id == held.loan_id).with_for_update()
+        loan = tx.conn.execute(statement).mappings().one_or_none()
+        if loan is None:
+            _take_in(tx, register.node_id, held, now)
+            recall.append(held.loan_id)
+        elif loan["state"] == LoanState.CLOSED.value or loan["node_id"] != register.node_id:
+            recall.append(held.loan_id)
+        else:
+            values = {"reported": True, "missing_incarnation": None}
+            if loan["state"] != held.state.value:
+                # Its reports may still be on their way: they are then older than this.
+                values["adopted"] = True
+                set_loan_state(tx, loan, held.state, now, type_="loan_state_adopted", values=values)
+            else:
+                tx.conn.execute(update(loans).where(loans.c.id == held.loan_id).values(**values))
+        _raise_epochs(tx, held)
+    return recall
+
+
+def _take_in(tx: Tx, node_id: str, held: HeldLoan, now: float) -> None:
+    tx.conn.execute(
+        insert(loans).values(
+            id=held.loan_id,
+            node_id=node_id,
+            epoch=held.epoch,
+            device_ids=held.device_ids,
+            engine_ids=held.engine_ids,
+            need_bytes=0,
+            room_bytes={},
+            state=held.state.value,
+            engine_lost=False,
+            policies={},
+            recall_ordered=True,
+            reported=True,
+            adopted=True,
+            opened_at=now,
+        )
+    )
+    taken = select(loan_devices.c.device_id).where(loan_devices.c.open)
+    covered = set(tx.conn.execute(taken.where(loan_devices.c.device_id.in_(held.device_ids))).scalars())
+    for device_id in sorted(set(held.device_ids)):
+        free = device_id not in covered
+        tx.conn.execute(insert(loan_devices).values(loan_id=held.loan_id, device_id=device_id, open=free))
+    tx.event(
+        "alert",
+        "the node holds a loan that is not known here; it is recalled",
+        now,
+        severity="warning",
+        loan_id=held.loan_id,
+        node_id=node_id,
+        data={"code": "loan_unknown", "state": held.state.value},
+    )
+
+
+def _raise_epochs(tx: Tx, held: HeldLoan) -> None:
+    """The node refuses lower epochs; a database that lost commits must go past what the node has seen."""
+    tx.conn.execute(
+        update(devices).where(devices.c.id.in_(held.device_ids), devices.c.epoch < held.epoch).values(epoch=held.epoch)
+    )
+
+
+def _adopt_attempts(tx: Tx, register: Register, now: float) -> list[str]:
+    """Known ones take the node's state, their ends included. The others are to be stopped; one whose job waits here
+    becomes that job's attempt, lest the job be started beside it."""
+    stop: list[str] = []
+    for report in register.attempts:
+        row = tx.conn.execute(select(attempts).where(attempts.c.id == report.attempt_id)).mappings().one_or_none()
+        if row is None and _take_in_attempt(tx, register.node_id, report, now):
+            row = tx.conn.execute(select(attempts).where(attempts.c.id == report.attempt_id)).mappings().one()
+        over = row is None or row["state"] == AttemptState.ENDED.value or row["node_id"] != register.node_id
+        if over and report.state is not AttemptState.ENDED:
+            stop.append(report.attempt_id)
+        if not over:
+            attempt_reports.attempt_changed(tx, register.node_id, report, now)
+    return stop
+
+
+def _take_in_attempt(tx: Tx, node_id: str, report: Any, now: float) -> bool:
+    """The database lost the placing (failover, restored copy); the node's facts win."""
+    job = tx.conn.execute(select(jobs).where(jobs.c.id == report.job_id).with_for_update()).mappings().one_or_none()
+    loan = tx.conn.execute(select(loans).where(loans.c.id == report.loan_id)).mappings().one_or_none()
+    if job is None or job["state"] != JobState.QUEUED.value or loan is None or loan["node_id"] != node_id:
+        return False
+    number = job["attempt_no"] + 1
+    tx.conn.execute(
+        update(jobs)
+        .where(jobs.c.id == job["id"])
+        .values(state=JobState.STARTING.value, attempt_no=number, loan_id=report.loan_id, assigned_loan_id=None)
+    )
+    tx.conn.execute(
+        insert(attempts).values(
+            id=report.attempt_id,
+            job_id=job["id"],
+            attempt_no=number,
+            loan_id=report.loan_id,
+            node_id=node_id,
+            device_ids=loan["device_ids"],
+            hbm_bytes=job["hbm_bytes"] or 0,
+            state=AttemptState.PLACED.value,
+            created_at=now,
+            processes={},
+            stop_ordered=False,
+            reported=True,
+            doubt=False,
+        )
+    )
+    tx.event(
+        "attempt_adopted",
+        "the node holds an attempt that was not known here",
+        now,
+        severity="warning",
+        job_id=job["id"],
+        attempt_id=report.attempt_id,
+        loan_id=report.loan_id,
+        node_id=node_id,
+        from_state=JobState.QUEUED.value,
+        to_state=JobState.STARTING.value,
+    )
+    tx.touch("jobs", "decide")
+    return True
+
+
+# ---- what the node does not hold -------------------------------------------------------------------------------
+
+
+def _note_missing(tx: Tx, register: Register, incarnation: int) -> None:
+    held = {report.attempt_id for report in register.attempts}
+    for loan in register.loans:
+        held.update(loan.attempt_ids)
+    listed = {"attempts": held, "loans": {loan.loan_id for loan in register.loans}}
+    for table in (attempts, loans):
+        over = AttemptState.ENDED.value if table is attempts else LoanState.CLOSED.value
+        live = select(table.c.id).where(table.c.node_id == register.node_id, table.c.state != over)
+        for row_id in tx.conn.execute(live.order_by(table.c.id)).scalars().all():
+            note = None if row_id in listed[table.name] else incarnation
+            tx.conn.execute(update(table).where(table.c.id == row_id).values(missing_incarnation=note))
+
+
+def confirm(tx: Tx, node_id: str, seq: int, now: float) -> None:
+    """The node asks for orders after ``seq``."""
+    node = tx.conn.execute(select(nodes).where(nodes.c.id == node_id).with_for_update()).mappings().one_or_none()
+    if node is None:
+        raise NotFound("node", node_id)
+    if seq < node["fence_seq"]:
+        raise StaleIncarnation(node_id, f"orders after {seq} are over", int(node["incarnation"]))
+    put_in_use(tx, node, now)
+
+
+def put_in_use(tx: Tx, node: RowMapping, now: float) -> None:
+    """The node uses its newest registration: what that did not list is settled now, once."""
+    incarnation = node["incarnation"]
+    if node["confirmed_incarnation"] == incarnation:
+        return
+    rebooted, forgot = node["boot_before_id"] is not None, node["journal_before_id"] is not None
+    for attempt in _missing(tx, attempts, node["id"], incarnation):
+        _settle_attempt(tx, attempt, now, rebooted=rebooted, forgot=forgot)
+    for loan in _missing(tx, loans, node["id"], incarnation):
+        _settle_loan(tx, loan, now, forgot=forgot)
+    tx.conn.execute(
+        update(nodes)
+        .where(nodes.c.id == node["id"])
+        .values(confirmed_incarnation=incarnation, journal_before_id=None, boot_before_id=None)
+    )
+    if forgot:
+        tx.event(
+            "alert",
+            "the node has lost its data directory: its journal is a new one",
+            now,
+            severity="critical",
+            node_id=node["id"],
+            data={"code": "journal_lost", "before": node["journal_before_id"], "now": node["journal_id"]},
+        )
+    tx.touch("nodes", "decide")
+
+
+def _missing(tx: Tx, table: Any, node_id: str, incarnation: int) -> list[RowMapping]:
+    over = AttemptState.ENDED.value if table is attempts else LoanState.CLOSED.value
+    statement = select(table).where(
+        table.c.node_id == node_id, table.c.state != over, table.c.missing_incarnation == incarnation
+    )
+    return list(tx.conn.execute(statement.order_by(table.c.id).with_for_update()).mappings().all())
+
+
+def _settle_attempt(tx: Tx, attempt: RowMapping, now: float, *, rebooted: bool, forgot: bool) -> None:
+    untouched = attempt["state"] == AttemptState.PLACED.value and not attempt["reported"]
+    if untouched and not (forgot or attempt["doubt"] or _was_accepted(tx, attempt)):
+        reason = Reason(code="NotStarted", sentence="its node registered anew and never took the order to start it")
+        end_attempt(tx, attempt, AttemptEnd.NOT_STARTED, now, reason=reason, actor="scheduler")
+    elif rebooted:
+        reason = Reason(code="NodeRebooted", sentence="the node was started anew and does not hold this attempt")
+        end_attempt(tx, attempt, AttemptEnd.NODE_REBOOTED, now, reason=reason, actor="scheduler")
+    elif forgot:
+        lose_sight(tx, attempt, now, "the node lost its data directory: nobody can say whether this attempt runs")
+    else:
+        lose_sight(tx, attempt, now, "the node once held this attempt and does not any more, without having said why")
+
+
+def _was_accepted(tx: Tx, attempt: RowMapping) -> bool:
+    """Whether the node answered that it took an order that carries this attempt."""
+    carries = (orders.c.attempt_id == attempt["id"]) | (
+        (orders.c.loan_id == attempt["loan_id"]) & (orders.c.kind == "open_loan")
+    )
+    statement = select(orders.c.seq, orders.c.kind, orders.c.attempt_id, orders.c.body).where(
+        orders.c.node_id == attempt["node_id"], carries, orders.c.outcome == "accepted"
+    )
+    for order in tx.conn.execute(statement).mappings():
+        if order["kind"] == "start_attempt":
+            return True
+        if order["kind"] == "open_loan" and any(
+            spec["attempt_id"] == attempt["id"] for spec in order["body"].get("attempts", ())
+        ):
+            return True
+    return False
+
+
+def _settle_loan(tx: Tx, loan: RowMapping, now: float, *, forgot: bool) -> None:
+    """The node is through with it or never began it. While an attempt of it is unknown, its devices stay lent."""
+    live = select(attempts.c.id).where(attempts.c.loan_id == loan["id"], attempts.c.state != AttemptState.ENDED.value)
+    if tx.conn.execute(live.limit(1)).one_or_none() is not None:
+        return
+    reason = Reason(
+        code="LoanNotHeld",
+        sentence="the node lost its data directory" if forgot else "the node does not hold this loan",
+    )
+    set_loan_state(tx, loan, LoanState.CLOSED, now, reason=reason, actor="scheduler")

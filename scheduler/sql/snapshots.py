@@ -1,0 +1,173 @@
+"""The facts that a decision looks at, in as few statements as there are tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from sqlalchemy import Connection, func, select
+
+from ...agents.protocol.loans import LoanState
+from ...agents.protocol.policy import EnginePolicy
+from ...agents.protocol.wire import AttemptState, EngineState, GateState, OccupancyKind, Reason
+from ..lifecycle import JobState
+from ..model import (
+    Attempt,
+    AttemptId,
+    Device,
+    DeviceId,
+    Engine,
+    EngineId,
+    Job,
+    JobId,
+    JobReason,
+    Loan,
+    LoanId,
+    Node,
+    NodeId,
+    Snapshot,
+)
+from ..tables import attempts, devices, engines, jobs, loans, nodes, occupancy
+
+JOBS_OF_A_SHAPE_MAX: Final = 100
+_SHOWN: Final = (
+    jobs.c.id,
+    jobs.c.priority,
+    jobs.c.created_at,
+    jobs.c.gpus,
+    jobs.c.hbm_bytes,
+    jobs.c.attempt_no,
+    jobs.c.not_before,
+    jobs.c.trouble,
+    jobs.c.assigned_loan_id,
+    jobs.c.reasons,
+)
+
+
+def load(conn: Connection, now: float) -> Snapshot:
+    return Snapshot(
+        nodes=tuple(_nodes(conn)),
+        devices=tuple(_devices(conn)),
+        engines=tuple(_engines(conn)),
+        jobs=tuple(_jobs(conn)),
+        attempts=tuple(_attempts(conn)),
+        loans=tuple(_loans(conn)),
+    )
+
+
+def _nodes(conn: Connection) -> Iterable[Node]:
+    for row in conn.execute(select(nodes)).mappings():
+        silent = row["silent_since"] is not None
+        in_use = row["confirmed_incarnation"] == row["incarnation"]
+        yield Node(NodeId(row["id"]), row["name"], in_use and not silent, silent, row["heard_count"])
+
+
+def _devices(conn: Connection) -> Iterable[Device]:
+    for row in conn.execute(select(devices).where(devices.c.present)).mappings():
+        held = {"engine": 0, "job": 0, "foreign": 0}
+        for process in row["processes"]:
+            held[process["owner"]] += process["bytes"]
+        yield Device(
+            id=DeviceId(row["id"]),
+            node_id=NodeId(row["node_id"]),
+            index=row["position"],
+            capacity_bytes=row["capacity_bytes"],
+            free_bytes=row["free_bytes"],
+            job_bytes=held["job"],
+            foreign_bytes=held["foreign"],
+            quarantined=row["quarantined"] is not None,
+        )
+
+
+def _engines(conn: Connection) -> Iterable[Engine]:
+    open_ = occupancy.c.ended_at.is_(None)
+    idle = select(occupancy.c.device_id, occupancy.c.started_at).where(
+        open_, occupancy.c.kind == OccupancyKind.IDLE.value
+    )
+    idle_since = {row.device_id: row.started_at for row in conn.execute(idle)}
+    for row in conn.execute(select(engines).where(engines.c.present)).mappings():
+        device_ids = tuple(DeviceId(each) for each in row["device_ids"])
+        idle_at = [idle_since.get(each) for each in device_ids]
+        yield Engine(
+            id=EngineId(row["id"]),
+            node_id=NodeId(row["node_id"]),
+            name=row["name"],
+            device_ids=device_ids,
+            state=EngineState(row["state"]),
+            gate=GateState(row["gate"]),
+            verified=row["verified"],
+            policy=_policy(row["policy"]),
+            device_bytes=row["device_bytes"],
+            residual_bytes=row["residual_bytes"],
+            idle_since=None if not idle_at or None in idle_at else max(at for at in idle_at if at is not None),
+            not_before=row["not_before"],
+            trouble=_reason(row["trouble"]),
+        )
+
+
+def _jobs(conn: Connection) -> Iterable[Job]:
+    """Jobs of one shape are alike to placing: of each shape the first ones in order are enough to decide."""
+    order = (jobs.c.priority.desc(), jobs.c.created_at, jobs.c.id)
+    place = func.row_number().over(partition_by=(jobs.c.gpus, jobs.c.hbm_bytes), order_by=order).label("place")
+    ranked = select(*_SHOWN, place).where(jobs.c.state == JobState.QUEUED.value).subquery()
+    for row in conn.execute(select(ranked).where(ranked.c.place <= JOBS_OF_A_SHAPE_MAX)).mappings():
+        assigned = row["assigned_loan_id"]
+        yield Job(
+            id=JobId(row["id"]),
+            priority=row["priority"],
+            created_at=row["created_at"],
+            gpus=row["gpus"],
+            hbm_bytes=row["hbm_bytes"],
+            attempt_no=row["attempt_no"],
+            not_before=row["not_before"],
+            trouble=_reason(row["trouble"]),
+            assigned_loan_id=None if assigned is None else LoanId(assigned),
+            reasons=job_reasons(row["reasons"]),
+        )
+
+
+def _attempts(conn: Connection) -> Iterable[Attempt]:
+    statement = (
+        select(attempts, jobs.c.stop_wanted)
+        .join(jobs, jobs.c.id == attempts.c.job_id)
+        .where(attempts.c.state != AttemptState.ENDED.value)
+    )
+    for row in conn.execute(statement).mappings():
+        yield Attempt(
+            id=AttemptId(row["id"]),
+            job_id=JobId(row["job_id"]),
+            loan_id=LoanId(row["loan_id"]),
+            node_id=NodeId(row["node_id"]),
+            device_ids=tuple(DeviceId(each) for each in row["device_ids"]),
+            hbm_bytes=row["hbm_bytes"],
+            state=AttemptState(row["state"]),
+            stop_wanted=row["stop_wanted"],
+            stop_ordered=row["stop_ordered"],
+        )
+
+
+def _loans(conn: Connection) -> Iterable[Loan]:
+    for row in conn.execute(select(loans).where(loans.c.state != LoanState.CLOSED.value)).mappings():
+        yield Loan(
+            id=LoanId(row["id"]),
+            node_id=NodeId(row["node_id"]),
+            device_ids=tuple(DeviceId(each) for each in row["device_ids"]),
+            engine_ids=tuple(EngineId(each) for each in row["engine_ids"]),
+            state=LoanState(row["state"]),
+            need_bytes=row["need_bytes"],
+            room_bytes={DeviceId(key): nbytes for key, nbytes in row["room_bytes"].items()},
+            recall_ordered=row["recall_ordered"],
+            engine_lost=row["engine_lost"],
+        )
+
+
+def _reason(value: Mapping[str, Any] | None) -> Reason | None:
+    return None if value is None else Reason.model_validate(value)
+
+
+def _policy(value: Mapping[str, Any]) -> EnginePolicy:
+    return EnginePolicy.model_validate(value)
+
+
+def job_reasons(rows: Iterable[Mapping[str, Any]]) -> tuple[JobReason, ...]:
+    return tuple(JobReason(row["code"], row["sentence"], row["since"], row["next_check"], row["data"]) for row in rows)
