@@ -100,7 +100,12 @@ class AttemptProcess:
         # A live runner comes before any record: only its end says that nothing of the job lives.
         pidfd = None if runner is None else processes.open_process(runner)
         if runner is not None and pidfd is not None:
-            return Adopted(process=cls(directory, runner, pidfd, is_child=os.getpid() == _parent_of(runner.pid)))
+            is_child = os.getpid() == _parent_of(runner.pid)
+            if not processes.has_exited(pidfd):
+                return Adopted(process=cls(directory, runner, pidfd, is_child=is_child))
+            os.close(pidfd)
+            if is_child:
+                _reap(runner.pid)
         if runner is None and directory.exit_record() is None:
             return Adopted(never_started=True)
         return Adopted(outcome=await asyncio.to_thread(directory.settle))
@@ -154,8 +159,7 @@ class AttemptProcess:
         os.close(self._pidfd)
         self._pidfd = -1
         if self._is_child:
-            with suppress(ChildProcessError):
-                os.waitpid(self.runner.pid, os.WNOHANG)
+            _reap(self.runner.pid)
         if not self._exited.done():
             self._exited.set_result(None)
 
@@ -204,6 +208,11 @@ class AttemptProcess:
             restore_by_boottime=answer["restore_by_boottime"],
             log_bytes=answer["log_bytes"],
         )
+
+
+def _reap(pid: int) -> None:
+    with suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
 
 
 def _parent_of(pid: int) -> int | None:
