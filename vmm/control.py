@@ -104,6 +104,9 @@ async def _operate(operation: Callable[[list[str] | None], None], tags: list[str
     work = asyncio.ensure_future(asyncio.to_thread(operation, tags))
     try:
         await asyncio.shield(work)
+    except asyncio.CancelledError:
+        work.add_done_callback(lambda done: _log_unheard(done, path))
+        raise
     except InvalidTag as error:
         return _failure(400, error)
     except TransitionRefused as error:
@@ -112,6 +115,13 @@ async def _operate(operation: Callable[[list[str] | None], None], tags: list[str
         _log.exception("%s failed", path)
         return _failure(500, error)
     return _Answer(200, {"status": "success"})
+
+
+def _log_unheard(work: asyncio.Future[None], path: str) -> None:
+    """The client has gone: the log is the only one to hear how it ended."""
+    error = None if work.cancelled() else work.exception()
+    if error is not None:
+        _log.error("%s failed after its client had gone", path, exc_info=error)
 
 
 def _status(runtime: Runtime) -> _Answer:
