@@ -1,0 +1,52 @@
+# Every target works from a fresh checkout: it makes .venv and installs what it needs, again only when that changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TEST_STAMP := $(VENV)/.installed-test
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check types format clean
+
+help:  ## Show the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+demo: $(STAMP)  ## Run the main job on this machine, without a GPU
+	$(BIN)/lull demo
+
+test: $(TEST_STAMP)  ## Run all checks and all tests
+	./.ci/system-packages gcc postgres
+	$(MAKE) --no-print-directory check
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(TEST_STAMP)  ## Lint, types, import arrows
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory types
+	$(BIN)/lint-imports
+
+types: $(TEST_STAMP)  ## mypy and pyright, both strict
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(TEST_STAMP)  ## Format and sort imports
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove the virtual environment and what tools have left
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+$(BIN)/python:
+	./.ci/system-packages venv
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and with pip: only pip knows where CPU builds lie.
+$(STAMP): pyproject.toml requirements/torch.txt | $(BIN)/python
+	$(PIP) -r requirements/torch.txt
+	$(PIP) -e '.[all]'
+	touch $@
+
+$(TEST_STAMP): requirements/test.txt $(STAMP)
+	$(PIP) -r requirements/test.txt
+	touch $@

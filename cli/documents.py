@@ -1,0 +1,51 @@
+"""Files that users write: read with a bound, refused with file, key and the way out."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Final, cast
+
+from .exits import ExitCode, fail
+
+DOCUMENT_BYTES_MAX: Final = 1 << 20
+
+
+def mapping_of(value: object) -> dict[str, Any] | None:
+    """`value` if it is a mapping with string keys."""
+    if not isinstance(value, dict):
+        return None
+    found = cast(dict[object, Any], value)
+    return cast(dict[str, Any], value) if all(isinstance(key, str) for key in found) else None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(DOCUMENT_BYTES_MAX + 1)
+    except OSError as error:
+        fail(f"{path}: cannot be read: {error.strerror}", ExitCode.USAGE)
+    if len(content) > DOCUMENT_BYTES_MAX:
+        fail(f"{path}: is larger than {DOCUMENT_BYTES_MAX} bytes", ExitCode.USAGE)
+    return content
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(_read(path).decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        fail(f"{path}: is not TOML: {error}", ExitCode.USAGE)
+
+
+def read_yaml_mapping(path: Path, known: str) -> dict[str, Any]:
+    """A YAML file that holds one mapping of `known`."""
+    import yaml
+
+    try:
+        raw: object = yaml.safe_load(_read(path))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        fail(f"{path}: is not YAML: {' '.join(str(error).split())}", ExitCode.USAGE)
+    found = mapping_of(raw)
+    if found is None:
+        fail(f"{path}: has to be a mapping of {known}", ExitCode.USAGE)
+    return found

@@ -1,0 +1,68 @@
+"""`lull engine list` and `show`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .context import Session, client_command
+from .output import Column, Row, described, field, part_of, text_of
+from .quantities import format_size
+
+EngineArgument = Annotated[str, typer.Argument(metavar="ENGINE", help="Its name or id.")]
+
+
+def _bytes(row: Row) -> str:
+    held = part_of(row, "device_bytes")
+    return format_size(sum(held.values())) if held else "-"
+
+
+COLUMNS = (
+    Column("ENGINE", field("name")),
+    Column("KIND", field("kind")),
+    Column("STATE", field("state")),
+    Column("GATE", field("gate")),
+    Column("VERIFIED", field("verified")),
+    Column("MEMORY", _bytes),
+    Column("DEVICES", lambda row: str(len(row.get("device_ids") or []))),
+    Column("MODELS", field("models")),
+    Column("ID", field("id"), wide=True),
+    Column("NODE", field("node_id"), wide=True),
+    Column("LOAN", field("loan_id"), wide=True),
+    Column("ENDPOINT", field("endpoint"), wide=True),
+)
+
+
+@client_command
+def list_engines(session: Session) -> None:
+    """List engines."""
+    session.out.rows(session.client.engines(), COLUMNS)
+
+
+@client_command
+def show(session: Session, engine: EngineArgument) -> None:
+    """Show one engine."""
+    session.out.item(session.client.engine(engine), engine_lines)
+
+
+def engine_lines(row: Row) -> list[str]:
+    version, in_force = row["policy_version"], row["policy_version_in_force"]
+    return described(
+        [
+            ("engine", text_of(row["name"])),
+            ("id", text_of(row["id"])),
+            ("kind", f"{text_of(row['kind'])}, {'supervised' if row['supervised'] else 'attached'}"),
+            ("models", text_of(row["models"])),
+            ("state", text_of(row["state"])),
+            ("gate", text_of(row["gate"])),
+            ("verified", text_of(row["verified"])),
+            ("why", text_of(part_of(row, "reason").get("sentence"))),
+            ("memory", _bytes(row)),
+            ("devices", text_of(row["device_ids"])),
+            ("node", text_of(row["node_id"])),
+            ("loan", text_of(row.get("loan_id"))),
+            ("endpoint", text_of(row.get("endpoint"))),
+            ("policy", f"version {version}" + ("" if version == in_force else f" ({in_force} is in force)")),
+        ]
+    )

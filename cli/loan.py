@@ -1,0 +1,73 @@
+"""`lull loan list` and `show`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from .context import Session, client_command
+from .output import Column, Row, age, described, field, part_of, parts_of, text_of
+from .quantities import format_duration, format_size
+
+LIST_ROWS_DEFAULT = 50
+COLUMNS = (
+    Column("LOAN", field("id")),
+    Column("STATE", field("state")),
+    Column("DEVICES", lambda row: str(len(row["device_ids"]))),
+    Column("ENGINES", lambda row: str(len(row["engine_ids"]))),
+    Column("JOBS", lambda row: str(len(row.get("job_ids") or []))),
+    Column("NEED", lambda row: format_size(row["need_bytes"])),
+    Column("OPENED", lambda row: age(row["opened_at"])),
+    Column("CLOSED", lambda row: age(row.get("closed_at"))),
+    Column("WHY", lambda row: text_of(part_of(row, "reason").get("code"))),
+    Column("NODE", field("node_id"), wide=True),
+)
+
+
+@client_command
+def list_loans(
+    session: Session,
+    open_only: Annotated[bool, typer.Option("--open", help="Only loans that are not closed.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="At most so many.")] = LIST_ROWS_DEFAULT,
+) -> None:
+    """List loans, newest first."""
+    session.out.rows(session.client.loans(open_only=open_only, limit=limit).items, COLUMNS, name="id")
+
+
+@client_command
+def show(session: Session, loan: Annotated[str, typer.Argument(metavar="LOAN", help="Its id.")]) -> None:
+    """Show one loan, step by step."""
+    session.out.item(session.client.loan(loan), loan_lines, name="id")
+
+
+def loan_lines(row: Row) -> list[str]:
+    lines = described(
+        [
+            ("loan", text_of(row["id"])),
+            ("state", text_of(row["state"]) + (" (its engine is lost)" if row["engine_lost"] else "")),
+            ("why", text_of(part_of(row, "reason").get("sentence"))),
+            ("node", text_of(row["node_id"])),
+            ("devices", text_of(row["device_ids"])),
+            ("engines", text_of(row["engine_ids"])),
+            ("jobs", text_of(row.get("job_ids"))),
+            ("need", f"{format_size(row['need_bytes'])} on each device"),
+            ("opened", f"{age(row['opened_at'])} ago"),
+            ("closed", f"{age(row['closed_at'])} ago" if row.get("closed_at") else "-"),
+            ("back by", age(row.get("restore_by"))),
+        ]
+    )
+    return lines + step_lines(parts_of(row, "steps"))
+
+
+def step_lines(steps: Sequence[Row]) -> list[str]:
+    """Each step with the time since the loan's first one and since the step before."""
+    lines: list[str] = []
+    first = before = steps[0]["monotonic_seconds"] if steps else 0.0
+    for step in steps:
+        now = step["monotonic_seconds"]
+        took = format_duration(max(0.0, now - before))
+        lines.append(f"  {now - first:9.3f}s  +{took:<7} {text_of(step['step'])}")
+        before = now
+    return lines

@@ -1,0 +1,85 @@
+"""Sizes and durations as people write them, both ways. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_UNITS: Final = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
+_DURATION_PART: Final = re.compile(r"(\d+(?:\.\d+)?)(d|h|m|s)")
+_SECONDS: Final = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+SIZE_BYTES_MAX: Final = 2**60
+DURATION_SECONDS_MAX: Final = 10 * 365 * 86400.0
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `40GiB`, `512MiB`, `1.5GiB`, `2GB` (10^9), `4096`. ValueError says what is wrong.
+
+    A bare `G` is refused: half of the world reads it as 2^30, the other half as 10^9.
+    """
+    matched = _SIZE.fullmatch(text.strip())
+    if matched is None:
+        raise ValueError(f"{text!r} is no size; write for example 40GiB or 512MiB")
+    unit = matched[2].lower()
+    if unit in ("k", "m", "g", "t"):
+        letter = unit.upper()
+        raise ValueError(f"{text!r} is ambiguous; write {letter}iB (powers of 1024) or {letter}B (powers of 1000)")
+    if unit not in _UNITS:
+        raise ValueError(f"{text!r}: unknown unit {matched[2]!r}; use KiB, MiB, GiB, TiB, kB, MB, GB or TB")
+    size_bytes = round(float(matched[1]) * _UNITS[unit])
+    if not 0 < size_bytes <= SIZE_BYTES_MAX:
+        raise ValueError(f"{text!r} has to be more than 0 and at most 1024 PiB")
+    return size_bytes
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `2h`, `30m`, `90s`, `1h30m`, `1d`, `45` (seconds). ValueError says what is wrong."""
+    cleaned = text.strip().lower()
+    if re.fullmatch(r"\d+(\.\d+)?", cleaned):
+        seconds = float(cleaned)
+    else:
+        parts = _DURATION_PART.findall(cleaned)
+        if not parts or "".join(number + unit for number, unit in parts) != cleaned:
+            raise ValueError(f"{text!r} is no duration; write for example 2h, 30m, 90s or 1h30m")
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    if not 0 < seconds <= DURATION_SECONDS_MAX:
+        raise ValueError(f"{text!r} has to be more than 0 and at most ten years")
+    return seconds
+
+
+def format_size(size_bytes: int) -> str:
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size_bytes) >= factor:
+            value = size_bytes / factor
+            return f"{value:.0f}{unit}" if value == int(value) else f"{value:.1f}{unit}"
+    return f"{size_bytes}B"
+
+
+def format_duration(seconds: float) -> str:
+    """Two places at most: `350ms`, `4.2s`, `3m10s`, `2h5m`, `3d4h`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f}ms"
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    for (unit, size), (lesser, lesser_size) in (
+        (("d", 86400), ("h", 3600)),
+        (("h", 3600), ("m", 60)),
+        (("m", 60), ("s", 1)),
+    ):
+        if whole >= size:
+            rest = whole % size // lesser_size
+            return f"{whole // size}{unit}{rest}{lesser}" if rest else f"{whole // size}{unit}"
+    return f"{whole}s"

@@ -1,0 +1,171 @@
+"""`lull up`: server and agent as two children on one machine. Engines, gateway and jobs live on when it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Final
+
+import httpx
+import platformdirs
+import typer
+
+from ..agents.processes import identity, is_same, send_signal
+from ..agents.protocol.wire import ProcessIdentity
+from .context import Target, config_path, write_context
+from .exits import ExitCode, fail, reported
+from .quantities import parse_duration
+from .up_children import Child, Children, StopSignal
+from .up_files import UpPaths, UpRecord, default_agent_toml, read_record, write_record
+from .up_stop import UP_MARK, stop_everything, wait_gone
+
+SERVER_START_SECONDS_MAX: Final = 60.0
+ORPHAN_END_SECONDS_MAX: Final = 20.0
+CONTEXT_NAME: Final = "local"
+LULL: Final = (sys.executable, "-P", "-m", "lull.cli")
+
+
+def up(
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="AGENT.TOML", help="The agent's settings: devices, engines.")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option("--data-dir", metavar="DIR", help="Where all is kept.")] = None,
+    host: Annotated[str, typer.Option("--host", help="Address of the API.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of the API.")] = 7070,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="Recall the loans and end everything, engines and gateway too.")
+    ] = False,
+    stop_timeout: Annotated[
+        str, typer.Option("--stop-timeout", metavar="DURATION", help="How long engines may take to come back.")
+    ] = "5m",
+) -> None:
+    """Run server and agent on this machine, on SQLite, until SIGTERM or Ctrl-C.
+
+    One that dies is started again. Engines, gateway and jobs go on when this command ends, and the next `lull up`
+    finds them; `lull up --stop` ends them too.
+    """
+    with reported():
+        paths = UpPaths((data_dir or platformdirs.user_data_path("lull")).expanduser().resolve())
+        if stop:
+            try:
+                seconds = parse_duration(stop_timeout)
+            except ValueError as error:
+                fail(f"--stop-timeout: {error}", ExitCode.USAGE)
+            stop_everything(paths, seconds, say)
+            return
+        run_up(paths, config, host, port)
+
+
+def say(sentence: str) -> None:
+    print(f"lull up: {sentence}", file=sys.stderr, flush=True)
+
+
+def run_up(paths: UpPaths, config: Path | None, host: str, port: int) -> None:
+    paths.make()
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    toml = agent_config(paths, config, url)
+    with _only_one(paths), StopSignal().installed() as stop:
+        end_orphans(read_record(paths))
+        paths.stopping.unlink(missing_ok=True)
+        server, agent = _children(paths, toml, url, host, port)
+        children = _watched(paths, url, server, agent)
+        try:
+            children.start(server)
+            _await_server(children, server, stop, url, paths)
+            if not stop.requested:
+                write_context(config_path(), CONTEXT_NAME, Target(url, paths.token_file))
+                children.start(agent)
+                say(f"API at {url}, token in {paths.token_file}, context {CONTEXT_NAME!r} in {config_path()}")
+                children.watch(stop)
+        finally:
+            children.end()
+    say("ended; engines, gateway and jobs go on" if not paths.stopping.exists() else "ended")
+
+
+def agent_config(paths: UpPaths, config: Path | None, url: str) -> Path:
+    """The settings to use: the named ones, those of the last start, or fresh ones for a machine without engines."""
+    if config is not None:
+        if not config.is_file():
+            fail(f"--config: {config}: there is no such file", ExitCode.USAGE)
+        return config.resolve()
+    if not paths.agent_toml.exists():
+        paths.agent_toml.write_text(default_agent_toml(paths, url))
+        say(f"wrote {paths.agent_toml}: one host-memory device, no engine; add yours there or give --config")
+    return paths.agent_toml
+
+
+def _children(paths: UpPaths, toml: Path, url: str, host: str, port: int) -> tuple[Child, Child]:
+    server_argv = [*LULL, "server", "--data-dir", str(paths.server_dir), "--host", host, "--port", str(port)]
+    agent_argv = [
+        *(*LULL, "agent", "--config", str(toml), "--server", url),
+        *("--token-file", str(paths.token_file), "--data-dir", str(paths.agent_dir)),
+    ]
+    return Child("server", server_argv, paths.log("server")), Child("agent", agent_argv, paths.log("agent"))
+
+
+def _watched(paths: UpPaths, url: str, server: Child, agent: Child) -> Children:
+    both = (server, agent)
+    myself = identity(os.getpid())
+    assert myself is not None
+
+    def record() -> None:
+        running = {child.name: identity(child.process.pid) for child in both if child.process is not None}
+        known = {name: process for name, process in running.items() if process is not None}
+        mark, argv = str(paths.data_dir), list(agent.argv)
+        write_record(paths, UpRecord(server_url=url, mark=mark, agent_argv=argv, up=myself, children=known))
+
+    environ = {**os.environ, UP_MARK: str(paths.data_dir)}
+    return Children([server, agent], environ, record, say, may_restart=lambda: not paths.stopping.exists())
+
+
+def _await_server(children: Children, server: Child, stop: StopSignal, url: str, paths: UpPaths) -> None:
+    def answers() -> bool:
+        try:
+            return httpx.get(f"{url}/readyz", timeout=1.0, trust_env=False).is_success and paths.token_file.exists()
+        except httpx.TransportError:
+            return False
+
+    # Asked by the process that runs, not by whoever else may hold the port: a child that ended ends the wait.
+    came_up = children.watch(stop, until=answers, seconds=SERVER_START_SECONDS_MAX) or stop.requested
+    if came_up and server.reap() is None:
+        return
+    lines = server.log_tail().splitlines()
+    why = lines[-1] if lines else "it said nothing"
+    fail(f"the server did not start: {why}  (log: {server.log_path})")
+
+
+@contextmanager
+def _only_one(paths: UpPaths) -> Generator[None]:
+    """A lock for as long as this process lives; the kernel drops it however it ends."""
+    descriptor = os.open(paths.data_dir / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            record = read_record(paths)
+            who = f" (process {record.up.pid}, API at {record.server_url})" if record else ""
+            fail(f"another `lull up` runs in {paths.data_dir}{who}; end it or choose another --data-dir")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def end_orphans(record: UpRecord | None) -> None:
+    """A `lull up` that was killed leaves its two children behind: they hold the port and the data directories."""
+    for name, process in (record.children if record else {}).items():
+        if is_same(process):
+            say(f"ending the {name} that an earlier `lull up` left behind (process {process.pid})")
+            _end_orphan(process)
+
+
+def _end_orphan(process: ProcessIdentity) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        send_signal(process, number)
+        if wait_gone([process], ORPHAN_END_SECONDS_MAX):
+            return
+    fail(f"process {process.pid} cannot be ended")
