@@ -230,17 +230,16 @@ class HostDriver:
         if match is None or match[1] != self.device.uuid:
             raise DriverError("import_handle", f"descriptor {fd} is not memory of device {self.device.uuid}")
         handle = Handle(match[2], os.fstat(fd).st_size)
-        with self._lock:
-            if handle.key in self._physical:
-                raise DriverError("import_handle", f"{handle.key} is held by this process already")
-        self._charge(handle)
+        own_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
         try:
-            own_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
-        except OSError as error:
-            self._discharge(handle.key)
-            raise DriverError("import_handle", str(error)) from error
-        with self._lock:
-            self._physical[handle.key] = _Physical(handle, own_fd)
+            self._charge(handle)
+            with self._lock:
+                if handle.key in self._physical:
+                    raise DriverError("import_handle", f"{handle.key} is held by this process already")
+                self._physical[handle.key] = _Physical(handle, own_fd)
+        except BaseException:
+            os.close(own_fd)
+            raise
         return handle
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
