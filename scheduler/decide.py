@@ -99,12 +99,12 @@ def _prepare(snapshot: Snapshot, now: float) -> _Work:
 
 def _serve(work: _Work, job: Job, rest: list[Job]) -> JobReason | None:
     """Places the job (None) or says why it waits."""
-    if job.assigned_loan_id in work.rooms:
-        loan_id = job.assigned_loan_id
-        work.wanted.add(loan_id)
-        if _start_in(work, job, loan_id):
+    assigned = job.assigned_loan_id
+    if assigned is not None and assigned in work.rooms:
+        work.wanted.add(assigned)
+        if _start_in(work, job, assigned):
             return None
-        return waiting_in_loan(job, loan_id, work.now)
+        return waiting_in_loan(job, assigned, work.now)
     shape = (job.gpus, job.hbm_bytes)
     if shape in work.hopeless:
         return replace(work.hopeless[shape], since=work.now)

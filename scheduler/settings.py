@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 
 from platformdirs import user_data_path
 from pydantic import Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from ..agents.protocol.config_file import ConfigFileError, load_toml
 
@@ -65,17 +65,6 @@ class ServerSettings(BaseSettings):
         return self.token_file or self.data_dir / "token"
 
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)  # `load` merges them: an error has to say which source it came from
-
-    @classmethod
     def load(
         cls, config: Path | None = None, *, environ: Mapping[str, str] | None = None, **flags: Any
     ) -> ServerSettings:
@@ -88,7 +77,7 @@ class ServerSettings(BaseSettings):
             from_file = tomllib.loads(path.read_text(encoding="utf-8"))
         given = {name: value for name, value in flags.items() if value is not None}
         try:
-            return cls(**{**from_file, **from_env, **given})
+            return cls.model_validate({**from_file, **from_env, **given})
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = ".".join(str(part) for part in first["loc"])

@@ -398,64 +398,20 @@ def _create_occupancy() -> None:
 
 
 def downgrade() -> None:
-    op.drop_index(
-        "uq_occupancy_open",
-        table_name="occupancy",
-        sqlite_where=sa.text("ended_at IS NULL"),
-        postgresql_where=sa.text("ended_at IS NULL"),
-    )
-    op.drop_index("ix_occupancy_ended_at", table_name="occupancy")
-
-    op.drop_table("occupancy")
-    op.drop_table("loan_steps")
-    op.drop_index(
-        "uq_loan_devices_open",
-        table_name="loan_devices",
-        sqlite_where=sa.text("open"),
-        postgresql_where=sa.text("open"),
-    )
-
-    op.drop_table("loan_devices")
-    op.drop_index(
-        "uq_attempts_live",
-        table_name="attempts",
-        sqlite_where=sa.text("state <> 'ended'"),
-        postgresql_where=sa.text("state <> 'ended'"),
-    )
-    op.drop_index(op.f("ix_attempts_loan_id"), table_name="attempts")
-    op.drop_index(
-        "ix_attempts_live",
-        table_name="attempts",
-        sqlite_where=sa.text("state <> 'ended'"),
-        postgresql_where=sa.text("state <> 'ended'"),
-    )
-
-    op.drop_table("attempts")
-    op.drop_index(op.f("ix_orders_created_at"), table_name="orders")
-
-    op.drop_table("orders")
-    op.drop_index(
-        "ix_loans_open",
-        table_name="loans",
-        sqlite_where=sa.text("state <> 'closed'"),
-        postgresql_where=sa.text("state <> 'closed'"),
-    )
-
-    op.drop_table("loans")
-    op.drop_index(op.f("ix_engines_node_id"), table_name="engines")
-    op.drop_index(op.f("ix_engines_name"), table_name="engines")
-
-    op.drop_table("engines")
-    op.drop_index(op.f("ix_devices_node_id"), table_name="devices")
-
-    op.drop_table("devices")
-    op.drop_table("nodes")
-    op.drop_table("leader")
-    op.drop_index("ix_jobs_state_shape", table_name="jobs")
-
-    op.drop_table("jobs")
-    op.drop_index(op.f("ix_idempotency_keys_created_at"), table_name="idempotency_keys")
-
-    op.drop_table("idempotency_keys")
-    op.drop_table("events")
-    op.drop_table("counters")
+    for table in (
+        "occupancy",
+        "loan_steps",
+        "loan_devices",
+        "attempts",
+        "orders",
+        "loans",
+        "engines",
+        "devices",
+        "nodes",
+        "leader",
+        "jobs",
+        "idempotency_keys",
+        "events",
+        "counters",
+    ):
+        op.drop_table(table)

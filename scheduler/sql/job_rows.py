@@ -90,7 +90,8 @@ def with_positions(conn: Connection, rows: list[JobRow], now: float) -> list[Job
     order = (jobs.c.priority.desc(), jobs.c.created_at, jobs.c.id)
     place = (func.row_number().over(order_by=order) - 1).label("ahead")
     queue = select(jobs.c.id, place).where(jobs.c.state == JobState.QUEUED.value).subquery()
-    ahead = dict(conn.execute(select(queue.c.id, queue.c.ahead).where(queue.c.id.in_(wanted))).tuples().all())
+    found = conn.execute(select(queue.c.id, queue.c.ahead).where(queue.c.id.in_(wanted))).mappings()
+    ahead = {each["id"]: int(each["ahead"]) for each in found}
     return [_placed(row, ahead.get(row.id, 0), now) if row.id in wanted else row for row in rows]
 
 

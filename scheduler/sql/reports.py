@@ -4,7 +4,7 @@ neighbour that cannot be read.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from pydantic import ValidationError
 from sqlalchemy import RowMapping, select, update
@@ -111,8 +111,8 @@ def _take_one(tx: Tx, node_id: str, raw: dict[str, Any], now: float) -> bool:
     try:
         envelope = ReportEnvelope.model_validate(raw)
     except ValidationError as error:
-        report = raw.get("report")
-        kind = report.get("kind") if isinstance(report, dict) else None
+        inner: Any = raw.get("report")
+        kind: Any = cast("dict[str, Any]", inner).get("kind") if isinstance(inner, dict) else None
         if kind in _KINDS:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
