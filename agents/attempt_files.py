@@ -12,7 +12,7 @@ import stat
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -29,12 +29,16 @@ _LOOK_SECONDS: Final = 0.01
 class AttemptError(Exception):
     """AttemptError: something about an attempt's directory or runner is not as it must be.
 
+    ├── BadSpec         (a ValueError) no runner could obey it; the text names the field
     ├── LaunchFailed    the runner did not come up; nothing was executed
     ├── RunnerSilent    no answer in time: ask again, every request may be repeated
     ├── RunnerGone      there is no runner to talk to: `wait_ended` says how the attempt ended
     ├── RunnerRefused   the runner did not understand or did not want it
     └── BadRecord       a file of the directory is not what its writer leaves there
     """
+
+
+class BadSpec(AttemptError, ValueError): ...
 
 
 class LaunchFailed(AttemptError): ...
@@ -70,23 +74,23 @@ class RunnerSpec:
     unkillable_seconds_max: float = UNKILLABLE_SECONDS
 
     def check(self) -> None:
-        """Raises ValueError, naming the field, for what no runner could obey."""
+        """Raises BadSpec, naming the field, for what no runner could obey."""
         texts = {"attempt_id": self.attempt_id, "job_id": self.job_id, "workdir": self.workdir or ""}
         texts |= {f"argv[{index}]": part for index, part in enumerate(self.argv)}
         texts |= {f"env[{name!r}]": name + value for name, value in self.env.items()}
         for name, text in texts.items():
             if "\0" in text:
-                raise ValueError(f"{name} must not contain a NUL character")
+                raise BadSpec(f"{name} must not contain a NUL character")
         for name in self.env:
             if not name or "=" in name:
-                raise ValueError(f"env: {name!r} cannot be the name of a variable")
+                raise BadSpec(f"env: {name!r} cannot be the name of a variable")
         if not self.argv or not self.argv[0]:
-            raise ValueError("argv must begin with a command")
+            raise BadSpec("argv must begin with a command")
         if self.workdir is not None and not self.workdir.startswith("/"):
-            raise ValueError(f"workdir must be an absolute path, not {self.workdir!r}")
+            raise BadSpec(f"workdir must be an absolute path, not {self.workdir!r}")
         for name in ("kill_grace_seconds", "go_seconds_max", "log_head_bytes", "log_tail_bytes"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative")
+                raise BadSpec(f"{name} must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +134,32 @@ class AttemptDir:
 
     def spec(self) -> RunnerSpec | None:
         record = self.read("spec.json")
-        return None if record is None else RunnerSpec(**record)
+        if record is None:
+            return None
+        known = {each.name for each in fields(RunnerSpec)}
+        return RunnerSpec(**{name: value for name, value in record.items() if name in known})
 
     def identity(self) -> ProcessIdentity | None:
         record = self.read("identity.json")
-        return None if record is None else ProcessIdentity.model_validate(record)
+        return None if record is None else self._identity(record)
 
     def starting(self) -> bool:
         """Whether the runner came to the point after which the job may have been executed."""
-        return self.read("starting.json") is not None
+        return os.path.lexists(self.path / "starting.json")
 
     def started(self) -> Started | None:
         record = self.read("started.json")
         runner = self.identity()
         if record is None or runner is None:
             return None
-        job = ProcessIdentity(boot_id=runner.boot_id, pid=record["pid"], start_ticks=record["start_ticks"])
+        job = self._identity({**record, "boot_id": runner.boot_id})
         return Started(job, record["at"], record["boottime"])
+
+    def _identity(self, record: dict[str, Any]) -> ProcessIdentity:
+        try:
+            return ProcessIdentity.model_validate(record)
+        except ValueError as error:
+            raise BadRecord(f"{self.path}: no identity of a process: {error}") from None
 
     def exit_record(self) -> AttemptOutcome | None:
         record = self.read("exit.json")
@@ -170,6 +183,13 @@ class AttemptDir:
         if not isinstance(record, dict):
             raise BadRecord(f"{self.path / name}: not a JSON object")
         return cast("dict[str, Any]", record)
+
+    def _readable(self, name: str) -> dict[str, Any] | None:
+        """For a judgement: a record that no runner can have left, as the job might plant one, is no record."""
+        try:
+            return self.read(name)
+        except BadRecord:
+            return None
 
     def write(self, name: str, record: dict[str, Any]) -> None:
         part = self.path / f"{name}.new"
@@ -207,26 +227,27 @@ class AttemptDir:
         Nothing but the record, a job that was provably never forked, or another boot ends an attempt.
         """
         with self.runner_lock(_LOCK_SECONDS_MAX) as ours:
-            outcome = self.exit_record()
-            if outcome is not None:
-                return outcome
-            if not ours:
-                raise AttemptError(f"{self.path}: a runner still holds the lock")
-            record = self._judge(kill_seconds_max)
-            self.write("exit.json", record)
+            record = self._readable("exit.json")
+            if record is None:
+                if not ours:
+                    raise AttemptError(f"{self.path}: a runner still holds the lock")
+                record = self._judge(kill_seconds_max)
+                self.write("exit.json", record)
         return _outcome(record)
 
     def _judge(self, kill_seconds_max: float) -> dict[str, Any]:
-        runner, started, spec = self.identity(), self.started(), self.spec()
+        runner, started, spec = (self._readable(f"{name}.json") or {} for name in ("identity", "started", "spec"))
+        boot = runner.get("boot_id", processes.boot_id())
         record: dict[str, Any] = {"ended_at": time.time(), "boottime": time.clock_gettime(time.CLOCK_BOOTTIME)}
-        if started is not None:
-            record["started_at"] = started.at
+        record["started_at"] = started.get("at")
         if not self.starting():
             return record | {"end": "not_started", "message": "the runner ended before it was told to go"}
-        if runner is None or runner.boot_id != processes.boot_id():
+        if boot != processes.boot_id():
             return record | {"end": "node_rebooted", "message": "the node was restarted while the job ran"}
-        attempt_id = self.path.name if spec is None else spec.attempt_id
-        swept = processes.kill_leftovers(attempt_id, None if started is None else started.job, kill_seconds_max)
+        job = None
+        if started:
+            job = ProcessIdentity(boot_id=boot, pid=started["pid"], start_ticks=started["start_ticks"])
+        swept = processes.kill_leftovers(spec.get("attempt_id", self.path.name), job, kill_seconds_max)
         record |= {"end": "runner_lost", "message": "the job's runner ended without a record"}
         record["stragglers_killed"] = swept.killed
         if swept.remaining:

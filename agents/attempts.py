@@ -20,6 +20,7 @@ from .attempt_files import AttemptDir as AttemptDir
 from .attempt_files import AttemptError as AttemptError
 from .attempt_files import AttemptOutcome as AttemptOutcome
 from .attempt_files import BadRecord as BadRecord
+from .attempt_files import BadSpec as BadSpec
 from .attempt_files import LaunchFailed as LaunchFailed
 from .attempt_files import RunnerGone as RunnerGone
 from .attempt_files import RunnerRefused as RunnerRefused

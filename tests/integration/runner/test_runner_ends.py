@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import stat
 import time
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -17,7 +19,8 @@ from lull.agents.protocol.wire import AttemptEnd
 from tests.attempt_runs import BOUND_SECONDS, PYTHON, Attempts, alive, output
 from tests.waiting import wait_until, wait_until_async
 
-CANCELLED, PREEMPTED = AttemptEnd.CANCELLED, AttemptEnd.PREEMPTED
+CANCELLED: Final = AttemptEnd.CANCELLED
+PREEMPTED: Final = AttemptEnd.PREEMPTED
 
 # Forks twice into a session of its own, so that neither its group nor its parent leads to it.
 DAEMON = """
@@ -135,7 +138,8 @@ async def test_the_record_waits_for_the_last_descendant(attempts: Attempts) -> N
     pid = await daemon_pid(attempts, process.directory)
     daemon = alive(pid)
     assert daemon is not None
-    await wait_until_async(lambda: _sweeping(process), BOUND_SECONDS, "the sweep")
+    swept: bool = await wait_until_async(functools.partial(_sweeping, process), BOUND_SECONDS, "the sweep")
+    assert swept
     assert not (process.directory.path / "exit.json").exists()
     assert processes.is_same(daemon)
     await process.stop(CANCELLED)  # the job has ended: this only ends the grace of what is left

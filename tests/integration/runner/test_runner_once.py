@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -21,7 +21,7 @@ from lull.agents.protocol.wire import AttemptEnd
 from tests.attempt_runs import BOUND_SECONDS, PYTHON, Attempts, output
 from tests.waiting import wait_until_async
 
-CANCELLED = AttemptEnd.CANCELLED
+CANCELLED: Final = AttemptEnd.CANCELLED
 
 
 def run_again(directory: AttemptDir) -> tuple[int, str]:
@@ -45,7 +45,8 @@ def ask(client: socket.socket, line: bytes) -> dict[str, Any]:
     answer = b""
     while not answer.endswith(b"\n"):
         answer += client.recv(65536) or b"\n"
-    return json.loads(answer)
+    reply: dict[str, Any] = json.loads(answer)
+    return reply
 
 
 async def test_go_may_be_repeated_and_overlap(attempts: Attempts, tmp_path: Path) -> None:

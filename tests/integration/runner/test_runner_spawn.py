@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lull.agents.attempts import AttemptError
+from lull.agents.attempts import BadRecord, BadSpec
 from lull.agents.protocol.wire import AttemptEnd
 from tests.attempt_runs import PYTHON, Attempts, output
 
@@ -109,21 +109,33 @@ async def test_a_broken_pipe_is_a_signal_to_the_job(attempts: Attempts) -> None:
 async def test_a_bad_spec_is_refused_by_field(attempts: Attempts, fields: dict[str, object], text: str) -> None:
     directory, spec = attempts.make(["true"])
     spec = replace(spec, **fields)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(BadSpec, match=text):
         directory.write_spec(spec)
     assert not directory.path.exists()
 
 
-async def test_a_record_that_is_no_record(attempts: Attempts, tmp_path: Path) -> None:
+async def test_a_record_that_is_no_record(attempts: Attempts) -> None:
     directory, spec = attempts.make(["true"])
     directory.write_spec(spec)
-    for make in (
-        lambda path: path.write_text("{torn"),
-        lambda path: path.write_text("[]"),
-        lambda path: path.symlink_to("spec.json"),
-        lambda path: os.mkfifo(path),
-    ):
-        make(directory.path / "exit.json")
-        with pytest.raises(AttemptError, match=r"exit\.json"):
+    path = directory.path / "exit.json"
+    for content in ("{torn", "[]"):
+        path.write_text(content)
+        with pytest.raises(BadRecord, match=r"exit\.json"):
             directory.exit_record()
-        (directory.path / "exit.json").unlink()
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(BadRecord, match="regular file"):
+        directory.exit_record()
+    path.unlink()
+    path.symlink_to("spec.json")
+    with pytest.raises(BadRecord, match=r"exit\.json"):
+        directory.exit_record()
+    assert directory.settle().end == AttemptEnd.NOT_STARTED, "what nobody can have left counts for nothing"
+    assert not path.is_symlink()
+
+
+async def test_a_spec_of_a_newer_agent_is_read(attempts: Attempts) -> None:
+    directory, spec = attempts.make(["true"])
+    directory.write_spec(spec)
+    directory.write("spec.json", {**(directory.read("spec.json") or {}), "of_tomorrow": 1})
+    assert directory.spec() == spec
