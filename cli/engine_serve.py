@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from ..vmm.reference_engine.settings import EngineSettings
 
 
 def serve(
@@ -36,19 +38,16 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a small deterministic model from a host-memory device, with TensorRT-LLM's control routes."""
-    try:
-        from ..vmm.errors import LullMemoryError
-        from ..vmm.reference_engine import settings as checks
-        from ..vmm.reference_engine.faults import parse_faults
-        from ..vmm.reference_engine.server import serve_engine
-    except ImportError as error:
-        _leave(f"{error}; the reference engine needs the extra: pip install 'gpu-lull[torch]'", 1)
+    from ..vmm.errors import LullMemoryError
+    from ..vmm.reference_engine import settings as checks
+    from ..vmm.reference_engine.faults import parse_faults
+
     try:
         settings = checks.EngineSettings(
             name=name,
             host=host,
             port=port,
-            device=checks.choose_device(device, os.environ.get("LULL_HOST_DEVICE", "")),
+            device=checks.open_device(device),
             weights_bytes=checks.parse_bytes(weights, "--weights"),
             kv_cache_bytes=checks.parse_bytes(kv_cache, "--kv-cache"),
             control_key=checks.read_control_key(control_key_file),
@@ -60,11 +59,19 @@ def serve(
             token_delay_seconds=token_delay,
             faults=parse_faults(fault or []),
         )
-        serve_engine(settings)
+        _serve(settings)
     except (LullMemoryError, OSError) as error:
         _leave(str(error), 1)
     except ValueError as error:
         _leave(str(error), 2)
+
+
+def _serve(settings: EngineSettings) -> None:
+    try:
+        from ..vmm.reference_engine.server import serve_engine
+    except ImportError as error:
+        _leave(f"{error}; the reference engine needs the extra: pip install 'gpu-lull[torch]'", 1)
+    serve_engine(settings)
 
 
 def _leave(message: str, code: int) -> NoReturn:

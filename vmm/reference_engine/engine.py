@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..host_device import HostDevice
 from ..host_driver import HostDriver
 from ..pool import Pool
 from ..runtime import Runtime
@@ -33,12 +32,11 @@ class Engine:
 
 
 def build_engine(settings: EngineSettings) -> Engine:
-    """Raises OSError and ValueError for the device, OutOfDeviceMemory and OutOfHostMemory for lack of room."""
+    """Raises ValueError for sizes that make no model, OutOfDeviceMemory and OutOfHostMemory for lack of room."""
     torch.set_num_threads(settings.threads)  # the last bits of a sum depend on it
     shape = Shape.for_bytes(settings.weights_bytes)
-    device = HostDevice.open(settings.device)
     pool = Pool(
-        HostDriver(device),
+        HostDriver(settings.device),
         restore_modes=settings.restore_modes,
         immutable_tags=frozenset({WEIGHTS_TAG}) if settings.immutable else frozenset(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
 import os
@@ -10,6 +11,8 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from functools import partial
 from types import FrameType
 from typing import Final
 from uuid import uuid4
@@ -25,7 +28,7 @@ from ..control import CONTROL_PATHS, AsgiApp, Receive, Scope, Send, control_app
 from ..errors import AdmissionClosed
 from .engine import Engine, build_engine
 from .faults import FaultyRuntime
-from .model import Token, greedy, sampler
+from .model import greedy, sampler
 from .openai import AnswerFormat, Ask, BadRequest, error_body, parse_ask, sse
 from .settings import EngineSettings
 from .witness import CANARY_HEADER, Witness, WitnessLine
@@ -132,11 +135,11 @@ class Routes:
     async def _whole(
         self, request: Request, generation: Generation, answer_format: AnswerFormat, line: WitnessLine
     ) -> Response:
-        tokens: list[Token] = []
-        async for token in generation.tokens():
-            tokens.append(token)
-            if await request.is_disconnected():
-                generation.cancelled.set()
+        watch = asyncio.create_task(_cancel_on_disconnect(request, generation))
+        try:
+            tokens = [token async for token in generation.tokens()]
+        finally:
+            watch.cancel()
         line.ended(served=len(tokens) == generation.tokens_max)
         return JSONResponse(answer_format.whole(tokens))
 
@@ -154,6 +157,12 @@ class Routes:
             yield answer_format.closing(count)
         except EngineStopping as error:
             yield sse(error_body(str(error), kind="overloaded_error"))  # the status line is long gone
+
+
+async def _cancel_on_disconnect(request: Request, generation: Generation) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    generation.cancelled.set()
 
 
 class _AnswerStream(StreamingResponse):
@@ -223,35 +232,35 @@ def serve_engine(settings: EngineSettings) -> None:
     """Returns after SIGTERM or SIGINT. Raises OSError, ValueError or LullMemoryError if it cannot start."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave_loading)
-    listener = _bind(settings)  # first: a taken port is cheaper to find out than a gibibyte is to fill
-    witness = Witness(settings.witness)
-    engine = build_engine(settings)
-    worker = Worker(engine.model, token_delay_seconds=settings.token_delay_seconds)
+    with ExitStack() as stack:
+        listener = stack.enter_context(_bind(settings))  # first: a taken port is found out before memory is filled
+        witness = Witness(settings.witness)
+        stack.callback(witness.close)
+        engine = build_engine(settings)
+        worker = Worker(engine.model, token_delay_seconds=settings.token_delay_seconds)
+        config = uvicorn.Config(
+            engine_app(settings, engine, worker, witness),
+            loop="uvloop",
+            http="httptools",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS_MAX,
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _stay)  # uvicorn raises the signal again when it has ended
+        worker.start()
+        stack.callback(worker.join)
+        stack.callback(_stop, engine, worker)
+        announce = partial(_announce, settings, engine, listener)
+        _Server(config, announce, partial(_stop, engine, worker)).run(sockets=[listener])
 
-    def stop() -> None:
-        worker.stop()
-        if isinstance(engine.runtime, FaultyRuntime):
-            engine.runtime.stop()
 
-    config = uvicorn.Config(
-        engine_app(settings, engine, worker, witness),
-        loop="uvloop",
-        http="httptools",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=SHUTDOWN_SECONDS_MAX,
-    )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stay)  # uvicorn raises the signal again when it has ended
-    worker.start()
-    try:
-        _Server(config, lambda: _announce(settings, engine, listener), stop).run(sockets=[listener])
-    finally:
-        stop()
-        worker.join()
-        witness.close()
+def _stop(engine: Engine, worker: Worker) -> None:
+    worker.stop()
+    if isinstance(engine.runtime, FaultyRuntime):
+        engine.runtime.stop()
 
 
 def _leave_loading(_number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,7 @@
-"""What `lull engine serve` is told, checked: an EngineSettings that exists is complete and consistent."""
+"""What `lull engine serve` is told, checked: an EngineSettings that exists is complete and consistent.
+
+Without torch, whose import takes seconds: what is wrong here is said at once.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ..host_device import HostDevice
 from ..tags import KEEPS_CONTENTS, TRTLLM_TAGS, RestoreMode
 from .faults import FaultPlan
 
@@ -26,7 +30,7 @@ class EngineSettings:
     name: str
     host: str
     port: int  # 0: any free one
-    device: Path
+    device: HostDevice
     weights_bytes: int
     kv_cache_bytes: int
     control_key: bytes
@@ -82,13 +86,13 @@ def read_control_key(path: Path | None) -> bytes:
     return key
 
 
-def choose_device(path: Path | None, from_environment: str) -> Path:
+def open_device(path: Path | None) -> HostDevice:
     """``--device``, else the only one in LULL_HOST_DEVICE."""
     if path is not None:
-        return path
-    found = [part for part in from_environment.split(":") if part]
+        return HostDevice.open(path)
+    found = HostDevice.from_environment()
     _require(len(found) == 1, f"--device is not given, and LULL_HOST_DEVICE names {len(found)} devices instead of one")
-    return Path(found[0])
+    return found[0]
 
 
 def _require(condition: bool, message: str) -> None:
