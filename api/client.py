@@ -7,6 +7,7 @@ Errors are a tree: ClientError > ProblemError (the server said no: ``status``, `
 from __future__ import annotations
 
 import json
+import ssl
 import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from . import schemas
 
 API: Final = "/api/v1"
 LOG_OFFSET: Final = "Lull-Log-Offset"
+LOG_ATTEMPT: Final = "Lull-Log-Attempt"
+GAP_MARK: Final = b"\n[lull: "  # how a gap in the middle of a log is told
 STREAM_BREAKS_MAX: Final = 5  # in a row, without a byte between
 HEARTBEATS_MISSED_SECONDS: Final = 45.0  # three heartbeats of the event stream
 ENDED: Final = frozenset({"succeeded", "failed", "cancelled", "timed_out"})
@@ -78,6 +81,8 @@ class Client:
             timeout=timeout_seconds,
             transport=transport,
             trust_env=False,
+            # Reading every CA takes longer than most requests and is of no use without TLS.
+            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if self.base_url.startswith("http://") else True,
         )
         self._timeout_seconds = timeout_seconds
 
@@ -169,23 +174,36 @@ class Client:
     ) -> Iterator[bytes]:
         """The bytes of a stream from ``offset`` on. ``follow`` waits for the job to start and goes on to its end."""
         path = f"{API}/jobs/{_segment(job_id)}/logs"
-        breaks = 0
+        goes_on = follow and attempt is None
+        after_attempt: int | None = None  # the log up to this attempt is through, and another one may follow
+        breaks, has_begun = 0, False
         while True:
-            params = _given(stream=stream, offset=offset, follow=int(follow), attempt=attempt)
+            params = _given(
+                stream=stream, offset=offset, follow=int(follow), attempt=attempt, after_attempt=after_attempt
+            )
+            has_gap = False
             try:
                 with self._stream(path, params, {}, read_seconds=None if follow else 90.0) as response:
+                    has_begun = True
                     offset = int(response.headers.get(LOG_OFFSET, offset))
                     for chunk in response.iter_raw():
+                        has_gap = has_gap or GAP_MARK in chunk
                         offset += len(chunk)
                         breaks = 0
                         yield chunk
-                return
+                if not goes_on or LOG_ATTEMPT not in response.headers:
+                    return
+                # Preempted jobs run again: the next attempt's log continues this one, if there is one.
+                after_attempt, offset = int(response.headers[LOG_ATTEMPT]), 0
             except ProblemError as problem:
+                if after_attempt is not None and problem.status == 404:
+                    return
                 if not (follow and problem.code == "no_attempt_yet"):
                     raise
             except httpx.TransportError as error:
                 breaks += 1
-                if breaks > STREAM_BREAKS_MAX:
+                # Beyond a gap our count is not the log's.
+                if not has_begun or has_gap or breaks > STREAM_BREAKS_MAX:
                     raise ServerUnreachable(f"{self.base_url}: the log broke off: {error}") from error
                 time.sleep(_pause_seconds(breaks))
 
@@ -246,20 +264,23 @@ class Client:
 
     def events(self, *, since: int = 0, types: Sequence[str] = ()) -> Iterator[schemas.Event]:
         """Events after ``since`` and then each as it happens, for ever; reconnects from the last one seen."""
-        breaks = 0
+        breaks, has_begun = 0, False
         while True:
             params = _given(type=list(types) or None)
             headers = {"Accept": "text/event-stream", "Last-Event-ID": str(since)}
             try:
                 with self._stream(f"{API}/events", params, headers, HEARTBEATS_MISSED_SECONDS) as response:
+                    has_begun = True
                     for message in EventSource(response).iter_sse():
                         event = schemas.Event.model_validate_json(message.data)
                         since = event.seq
                         breaks = 0
                         yield event
                 breaks += 1  # a server that stops ends its streams
-            except (httpx.TransportError, SSEError):
+            except (httpx.TransportError, SSEError) as error:
                 breaks += 1
+                if not has_begun:
+                    raise ServerUnreachable(f"{self.base_url}: {error}") from error
             if breaks > STREAM_BREAKS_MAX:
                 raise ServerUnreachable(f"{self.base_url}: the event stream broke off {breaks} times in a row")
             time.sleep(_pause_seconds(breaks))
@@ -287,10 +308,7 @@ class Client:
     ) -> Generator[httpx.Response]:
         timeout = httpx.Timeout(self._timeout_seconds, read=read_seconds)
         request = self._http.build_request("GET", path, params=params, headers=headers, timeout=timeout)
-        try:
-            response = self._http.send(request, stream=True)
-        except httpx.ConnectError as error:
-            raise ServerUnreachable(f"{self.base_url}: {error}") from error
+        response = self._http.send(request, stream=True)
         try:
             if response.is_error:
                 response.read()

@@ -36,11 +36,12 @@ class RelayTimes:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The head of one POST: where its bytes begin and how many before them were not kept."""
+    """The head of one POST: where its bytes begin, how many before them were not kept, and what is wrong, if so."""
 
     offset: int
     gap_bytes: int
     is_last: bool
+    problem: str | None = None
 
 
 class Relay:
@@ -49,7 +50,7 @@ class Relay:
     def __init__(self, node_id: str, follow: bool, times: RelayTimes) -> None:
         self.request_id = secrets.token_hex(16)
         self.node_id = node_id
-        self._follow = follow
+        self.follow = follow
         self._times = times
         self._first: asyncio.Future[Part] = asyncio.get_running_loop().create_future()
         self._chunks: deque[bytes] = deque()
@@ -116,7 +117,7 @@ class Relay:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The bytes until the end; raises AgentSilent when the stream breaks off or falls silent."""
-        bound = self._times.follow_silence_seconds_max if self._follow else self._times.silence_seconds_max
+        bound = self._times.follow_silence_seconds_max if self.follow else self._times.silence_seconds_max
         while True:
             while self._chunks:
                 chunk = self._chunks.popleft()

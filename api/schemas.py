@@ -6,7 +6,7 @@ The client reads answers with the same classes and ignores members that it does 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -15,11 +15,11 @@ from ..agents.protocol.policy import EnginePolicy
 from ..agents.protocol.wire import AttemptEnd, AttemptState, DeviceProcess, EngineState, GateState, OccupancyKind
 
 
-def _as_utc(value: datetime) -> datetime:
+def as_utc(value: datetime) -> datetime:
     return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
-Time = Annotated[datetime, AfterValidator(_as_utc)]
+Time = Annotated[datetime, AfterValidator(as_utc)]
 
 
 class View(BaseModel):
@@ -48,8 +48,9 @@ class Attempt(View):
     signal: int | None = None
     node_id: str
     device_ids: list[str]
+    hbm_bytes: int
     loan_id: str | None = None
-    created_at: Time | None = None
+    created_at: Time
     started_at: Time | None = None
     ended_at: Time | None = None
     peak_hbm_bytes: int | None = None
@@ -83,7 +84,7 @@ class Job(View):
     attempt_no: int = 0
     attempts: list[Attempt] = Field(default_factory=list[Attempt])
     loan_id: str | None = None
-    cleanup_state: str | None = None
+    cleanup_state: ReasonView | None = None
     engine_restore_state: str | None = None
     submitted_by: str
 
@@ -110,6 +111,8 @@ class Engine(View):
     endpoint: str | None = None
     reason: ReasonView | None = None
     loan_id: str | None = None
+    not_before: Time | None = None
+    updated_at: Time
 
 
 class PolicyView(View):
@@ -131,16 +134,25 @@ class Device(View):
     free_bytes: int
     processes: list[DeviceProcess] = Field(default_factory=list[DeviceProcess])
     quarantined: ReasonView | None = None
-    engine_ids: list[str] = Field(default_factory=list[str])
+    observed_at: Time
+    occupancy: OccupancyKind
+    occupancy_since: Time | None = None
+    owner_id: str | None = None
     loan_id: str | None = None
 
 
 class Node(View):
+    """A machine with an agent. ``state`` is ``up`` or ``silent``."""
+
     id: str
     name: str
-    state: str
-    version: str | None = None
-    last_seen_at: Time | None = None
+    state: Literal["up", "silent"]
+    version: str
+    boot_id: str
+    incarnation: int
+    registered_at: Time
+    last_seen_at: Time
+    silent_since: Time | None = None
     devices: list[Device] = Field(default_factory=list[Device])
     engine_ids: list[str] = Field(default_factory=list[str])
 
@@ -165,36 +177,46 @@ class Loan(View):
     epoch: int
     device_ids: list[str]
     engine_ids: list[str]
-    job_ids: list[str] = Field(default_factory=list[str])
+    attempt_ids: list[str] = Field(default_factory=list[str])
     need_bytes: int
     engine_lost: bool = False
+    recall_ordered: bool = False
     reason: ReasonView | None = None
     opened_at: Time
     closed_at: Time | None = None
-    restore_by: Time | None = None
+    restore_by_seconds: float | None = None
     steps: list[LoanStepView] = Field(default_factory=list[LoanStepView])
 
 
 class Event(View):
-    """Something that happened. ``seq`` rises; pass the last one seen to go on from there."""
+    """One line of the audit trail. ``seq`` rises; pass the last one seen to go on from there."""
 
     seq: int
     at: Time
     type: str
-    subject_id: str | None = None
-    principal: str | None = None
+    severity: str
+    actor: str
+    sentence: str
+    job_id: str | None = None
+    attempt_id: str | None = None
+    loan_id: str | None = None
+    engine_id: str | None = None
+    device_id: str | None = None
+    node_id: str | None = None
+    from_state: str | None = None
+    to_state: str | None = None
     data: dict[str, Any] = Field(default_factory=dict[str, Any])
 
 
 class UsageInterval(View):
-    """What one device was in use for from ``since`` to ``until`` (null: still)."""
+    """What one device was in use for from ``started_at`` to ``ended_at`` (null: it goes on)."""
 
     device_id: str
-    occupancy: OccupancyKind
+    kind: OccupancyKind
     owner_id: str | None = None
     loan_id: str | None = None
-    since: Time
-    until: Time | None = None
+    started_at: Time
+    ended_at: Time | None = None
 
 
 class Version(View):

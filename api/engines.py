@@ -1,0 +1,80 @@
+"""Engines and their policies."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Header, Request, Response
+
+from ..agents.protocol.policy import EnginePolicy
+from . import schemas, views
+from .problems import invalid_field
+from .services import now, principal_of, read_body, services_of
+
+router = APIRouter(tags=["engines"])
+
+_ETAG_PATTERN: Final = re.compile(r'(?:W/)?"(\d{1,18})"')
+
+
+@router.get("/engines", summary="List engines")
+async def list_engines(request: Request) -> schemas.EngineList:
+    rows = await services_of(request).store.list_engines()
+    return schemas.EngineList(items=[views.engine_of(row) for row in rows])
+
+
+@router.get("/engines/{engine}", summary="Show an engine by id or name")
+async def show(request: Request, engine: str) -> schemas.Engine:
+    return views.engine_of(await services_of(request).store.get_engine(engine))
+
+
+@router.get("/engines/{engine}/policy", summary="An engine's policy; its version is the ETag")
+async def get_policy(request: Request, response: Response, engine: str) -> schemas.PolicyView:
+    row = await services_of(request).store.get_policy(engine)
+    response.headers["ETag"] = f'"{row.version}"'
+    return views.policy_of(row)
+
+
+@router.put(
+    "/engines/{engine}/policy",
+    summary="Replace an engine's policy",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/EnginePolicy"}}},
+        }
+    },
+)
+async def put_policy(
+    request: Request,
+    response: Response,
+    engine: str,
+    if_match: Annotated[
+        str | None, Header(description="The ETag that was read; 412 if the policy has changed since")
+    ] = None,
+) -> schemas.PolicyView:
+    store = services_of(request).store
+    policy = await read_body(request, EnginePolicy)
+    expected_version = _expected_version(if_match)
+    row = await store.get_engine(engine)
+    # An engine that somebody else runs got its restore modes with its start flags: only a restart changes them.
+    if not row.supervised and not row.policy_locked and policy.restore_modes != row.policy.restore_modes:
+        modes = {tag: str(mode) for tag, mode in row.policy.restore_modes.items()}
+        raise invalid_field(
+            "restore_modes",
+            f"engine {row.name} is attached, not supervised: its restore modes were given to it at its start and Lull"
+            f" cannot restart it; keep {modes}, or restart the engine and change the agent's configuration",
+            code="policy_not_honoured",
+        )
+    written = await store.put_policy(row.id, policy, expected_version, principal_of(request), now())
+    response.headers["ETag"] = f'"{written.version}"'
+    return views.policy_of(written)
+
+
+def _expected_version(if_match: str | None) -> int | None:
+    if if_match is None or if_match.strip() == "*":
+        return None
+    match = _ETAG_PATTERN.fullmatch(if_match.strip())
+    if match is None:
+        raise invalid_field("If-Match", "send the ETag of GET …/policy, for example \"3\", or '*'")
+    return int(match[1])

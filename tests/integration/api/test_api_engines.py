@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from lull.agents.protocol.policy import EnginePolicy
+from lull.scheduler.store import Store
+from tests.wire_node import GIB, WireNode
+
+
+@pytest.fixture
+async def node(http: httpx.AsyncClient) -> WireNode:
+    made = WireNode(http)
+    made.engines = (
+        made.engine("alpha"),
+        made.engine("beta", locked=True),
+        made.engine("gamma", supervised=False),
+    )
+    await made.register()
+    return made
+
+
+def _policy(**fields: Any) -> dict[str, Any]:
+    return {**EnginePolicy(when="always").model_dump(mode="json"), **fields}
+
+
+async def test_engines_are_listed_and_shown_by_id_and_name(http: httpx.AsyncClient, node: WireNode) -> None:
+    items = (await http.get("/engines")).json()["items"]
+    assert sorted(engine["name"] for engine in items) == ["alpha", "beta", "gamma"]
+    by_name = (await http.get("/engines/alpha")).json()
+    assert by_name == (await http.get("/engines/node-1-alpha")).json()
+    assert (by_name["state"], by_name["gate"], by_name["verified"]) == ("running", "open", True)
+    assert by_name["device_bytes"] == {"node-1-device-0": GIB}
+    missing = await http.get("/engines/nope")
+    assert (missing.status_code, missing.json()["code"]) == (404, "not_found")
+
+
+async def test_a_policy_has_an_etag_and_is_replaced_against_it(http: httpx.AsyncClient, node: WireNode) -> None:
+    read = await http.get("/engines/alpha/policy")
+    etag = read.headers["etag"]
+    assert etag == f'"{read.json()["version"]}"'
+    written = await http.put("/engines/alpha/policy", json=_policy(gate="refuse"), headers={"If-Match": etag})
+    assert written.status_code == 200, written.text
+    assert written.json()["policy"]["gate"] == "refuse"
+    assert written.headers["etag"] != etag
+    lost = await http.put("/engines/alpha/policy", json=_policy(), headers={"If-Match": etag})
+    assert (lost.status_code, lost.json()["code"]) == (412, "version_mismatch")
+    assert lost.headers["etag"] == written.headers["etag"]
+    for match in ({"If-Match": f"W/{written.headers['etag']}"}, {}, {"If-Match": "*"}):
+        again = await http.put("/engines/node-1-alpha/policy", json=_policy(), headers=match)
+        assert again.status_code == 200, match
+    bad = await http.put("/engines/alpha/policy", json=_policy(), headers={"If-Match": "three"})
+    assert (bad.status_code, bad.json()["errors"][0]["field"]) == (422, "If-Match")
+
+
+async def test_the_agent_is_told_of_the_new_policy(http: httpx.AsyncClient, node: WireNode, store: Store) -> None:
+    await http.put("/engines/alpha/policy", json=_policy(settle_samples=7))
+    orders = [envelope.order for envelope in await store.orders_after(node.node_id, node.after)]
+    assert [order.kind for order in orders if order] == ["set_policy"]
+    events = (await http.get("/events", params={"follow": 0})).json()["items"]
+    assert [event["actor"] for event in events if event["engine_id"] == "node-1-alpha"][-1] == "operator"
+
+
+async def test_a_locked_policy_is_409(http: httpx.AsyncClient, node: WireNode) -> None:
+    answer = await http.put("/engines/beta/policy", json=_policy())
+    assert (answer.status_code, answer.json()["code"]) == (409, "policy_locked")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"recall_waiting_seconds": 5}, "recall_waiting_seconds: this version does not do recalling a loan"),
+        ({"when": "idle"}, "when: 'idle' is not obeyed yet; use 'manual' or 'always'"),
+        ({"restore_modes": {"model_weights": "NONE"}}, "loses the weights"),
+        ({"restore_modes": {"model_weights": "RAM"}}, "restore_modes.model_weights: input should be 'CPU'"),
+        ({"restore_modes": {"Model": "CPU"}}, "a tag is lower-case letters"),
+        ({"restore_modes": {"_no_capture_init_kv_cache": "CPU"}}, "cannot be released"),
+        ({"drain_second_max": 5}, "drain_second_max: unknown field; did you mean 'drain_seconds_max'?"),
+        ({"hold_seconds_max": 0}, "hold_seconds_max: input should be greater than 0"),
+        ({"canary": {"promt": "x"}}, "promt"),
+    ],
+)
+async def test_a_policy_that_is_not_obeyed_is_422(
+    http: httpx.AsyncClient, node: WireNode, fields: dict[str, Any], says: str
+) -> None:
+    before = (await http.get("/engines/alpha/policy")).json()
+    answer = await http.put("/engines/alpha/policy", json=_policy(**fields))
+    assert answer.status_code == 422
+    assert says in answer.json()["detail"]
+    assert (await http.get("/engines/alpha/policy")).json() == before
+
+
+async def test_the_restore_modes_of_an_attached_engine_cannot_be_changed(
+    http: httpx.AsyncClient, node: WireNode
+) -> None:
+    modes = {"model_weights": "PINNED", "kv_cache": "NONE"}
+    answer = await http.put("/engines/gamma/policy", json=_policy(restore_modes=modes))
+    assert (answer.status_code, answer.json()["code"]) == (422, "policy_not_honoured")
+    assert "attached" in answer.json()["detail"]
+    assert answer.json()["errors"][0]["field"] == "restore_modes"
+    assert (await http.put("/engines/gamma/policy", json=_policy(gate="refuse"))).status_code == 200
+    assert (await http.put("/engines/alpha/policy", json=_policy(restore_modes=modes))).status_code == 200
