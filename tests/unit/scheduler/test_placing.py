@@ -1,0 +1,244 @@
+"""Which device a job gets, what runs under one park, and why a job waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lull.agents.protocol.loans import LoanState
+from lull.agents.protocol.policy import EnginePolicy
+from lull.agents.protocol.wire import AttemptState, EngineState, GateState, Reason
+from lull.scheduler.actions import OpenLoan, RecallLoan, SetReasons, StartAttempt, StopAttempt
+from lull.scheduler.decide import LATER_JOBS_MAX, decide
+from lull.scheduler.model import (
+    Attempt,
+    AttemptId,
+    Device,
+    DeviceId,
+    Engine,
+    EngineId,
+    Job,
+    JobId,
+    Loan,
+    LoanId,
+    Node,
+    NodeId,
+    Snapshot,
+)
+from lull.scheduler.placement import largest_possible
+
+NODE = Node(NodeId("n"), "box", up=True, silent=False)
+ALWAYS = EnginePolicy(when="always")
+
+
+def device(name: str, free: int = 100, **more: Any) -> Device:
+    return Device(DeviceId(name), NODE.id, int(name[-1]), 100, free, **more)
+
+
+def engine(name: str, *devices: str, held: int = 60, **more: Any) -> Engine:
+    ids = tuple(DeviceId(each) for each in devices)
+    values: dict[str, Any] = {
+        "state": EngineState.RUNNING,
+        "gate": GateState.OPEN,
+        "verified": True,
+        "policy": ALWAYS,
+        "device_bytes": dict.fromkeys(devices, held),
+        "residual_bytes": {},
+        **more,
+    }
+    return Engine(EngineId(name), NODE.id, name, ids, **values)
+
+
+def job(name: str, hbm: int | None = 50, **more: Any) -> Job:
+    return Job(JobId(name), more.pop("priority", 0), more.pop("created_at", 1.0), more.pop("gpus", 1), hbm, **more)
+
+
+def snapshot(*rows: Any) -> Snapshot:
+    def of(kind: type) -> Any:
+        return tuple(row for row in rows if isinstance(row, kind))
+
+    return Snapshot((NODE, *of(Node)), of(Device), of(Engine), of(Job), of(Attempt), of(Loan))
+
+
+def one(actions: tuple[Any, ...]) -> Any:
+    [action] = actions
+    return action
+
+
+def reason(actions: tuple[Any, ...], job_id: str = "j") -> Any:
+    return next(action for action in actions if isinstance(action, SetReasons) and action.job_id == job_id).reasons[0]
+
+
+def lent(name: str = "l", room: int = 100, **more: Any) -> Loan:
+    where = DeviceId("d0")
+    values: dict[str, Any] = {"state": LoanState.LENT, "need_bytes": 0, "room_bytes": {where: room}, **more}
+    return Loan(LoanId(name), NODE.id, (where,), (EngineId("a"),), **values)
+
+
+def live(name: str = "x", hbm: int = 50, **more: Any) -> Attempt:
+    return Attempt(
+        AttemptId(name),
+        JobId(f"job-{name}"),
+        LoanId("l"),
+        NODE.id,
+        (DeviceId("d0"),),
+        hbm,
+        AttemptState.RUNNING,
+        **more,
+    )
+
+
+PARKED = engine("a", "d0", state=EngineState.PARKED, gate=GateState.CLOSED, held=0)
+
+
+def test_a_device_without_an_engine_comes_first() -> None:
+    action = one(decide(snapshot(device("d0", 40), engine("a", "d0"), device("d1"), job("j")), 0.0))
+    assert (action.device_ids, action.engine_ids, action.restore_by_seconds) == (("d1",), (), None)
+
+
+def test_then_the_engine_that_is_idle_longest() -> None:
+    rows = [device("d0", 40), device("d1", 40), device("d2", 40)]
+    engines = [engine("a", "d0"), engine("b", "d1", idle_since=20.0), engine("c", "d2", idle_since=10.0)]
+    assert one(decide(snapshot(*rows, *engines, job("j")), 0.0)).engine_ids == ("c",)
+    assert one(decide(snapshot(*rows, *engines[:2], job("j", 100)), 0.0)).engine_ids == ("b",)
+
+
+def test_all_devices_of_a_parked_engine_join_the_loan() -> None:
+    action = one(decide(snapshot(device("d0", 40), device("d1", 40), engine("a", "d0", "d1"), job("j")), 0.0))
+    assert action.device_ids == ("d0", "d1")
+    assert action.places[0].device_ids == ("d0",)
+    assert action.need_bytes == 50
+
+
+def test_one_large_engine_is_parked_rather_than_two() -> None:
+    rows = [device("d0", 40), device("d1", 40), device("d2", 40)]
+    engines = [engine("a", "d0", idle_since=1.0), engine("b", "d1", "d2", idle_since=2.0)]
+    assert one(decide(snapshot(*rows, *engines, job("j", gpus=2)), 0.0)).engine_ids == ("b",)
+    assert one(decide(snapshot(*rows, *engines, job("j", gpus=3)), 0.0)).engine_ids == ("a", "b")
+
+
+def test_what_an_engine_keeps_is_not_there() -> None:
+    kept = engine("a", "d0", residual_bytes={"d0": 30})
+    assert isinstance(one(decide(snapshot(device("d0", 40), kept, job("j", 70)), 0.0)), OpenLoan)
+    waits = reason(decide(snapshot(device("d0", 40), kept, job("j", 71)), 0.0))
+    assert (waits.code, waits.data["nodes"]["box"]["code"]) == ("Unsatisfiable", "Unsatisfiable")
+    whole = one(decide(snapshot(device("d0", 40), kept, job("j", None)), 0.0))
+    assert whole.places[0].hbm_bytes == 70
+
+
+def test_jobs_that_fit_under_one_park_run_under_one_park() -> None:
+    jobs = [job("j1", 50), job("j2", 50, created_at=2.0), job("j3", 60, created_at=3.0), job("j4", 500, created_at=4.0)]
+    rows = [device("d0", 40), engine("a", "d0"), device("d1", 40), engine("b", "d1")]
+    actions = decide(snapshot(*rows, *jobs), 0.0)
+    opened = actions[0]
+    assert [place.job_id for place in opened.places] == ["j1", "j2"]
+    assert opened.later_job_ids == ("j3",)
+    assert (opened.need_bytes, len(actions)) == (100, 2)
+    assert reason(actions, "j4").code == "Unsatisfiable"
+
+
+def test_a_long_queue_is_worth_a_second_park() -> None:
+    jobs = [job(f"j{number:03}", 90, created_at=float(number)) for number in range(LATER_JOBS_MAX + 2)]
+    rows = [device("d0", 40), engine("a", "d0"), device("d1", 40), engine("b", "d1")]
+    opened = [action for action in decide(snapshot(*rows, *jobs), 0.0) if isinstance(action, OpenLoan)]
+    assert [len(action.later_job_ids) for action in opened] == [LATER_JOBS_MAX, 0]
+
+
+def test_priority_first_then_age() -> None:
+    jobs = [job("old", 90), job("new", 90, created_at=2.0, priority=1)]
+    action = next(each for each in decide(snapshot(device("d0"), *jobs), 0.0) if isinstance(each, OpenLoan))
+    assert [place.job_id for place in action.places] == ["new"]
+
+
+def test_the_plan_never_grows_inside_a_loan() -> None:
+    start = one(decide(snapshot(device("d0"), PARKED, lent(), live(hbm=50), job("j", 50)), 0.0))
+    assert isinstance(start, StartAttempt)
+    assert reason(decide(snapshot(device("d0"), PARKED, lent(), live(hbm=51), job("j", 50)), 0.0)).code == "LoanOpen"
+
+
+def test_a_job_waits_for_a_loan_that_is_being_opened_rather_than_park_another_engine() -> None:
+    rows = [device("d0", 0), PARKED, device("d1", 40), engine("b", "d1"), live(hbm=50)]
+    actions = decide(snapshot(*rows, lent(state=LoanState.PARKING), job("j")), 0.0)
+    assert reason(actions).code == "LoanOpen"
+    assert len(actions) == 1
+    assert isinstance(one(decide(snapshot(*rows, lent(state=LoanState.WAKING), job("j")), 0.0)), OpenLoan)
+
+
+def test_a_member_of_the_set_waits_for_its_loan() -> None:
+    rows = [device("d0", 0), PARKED, device("d1", 40), engine("b", "d1"), lent(), live(hbm=90)]
+    member = job("j", 90, assigned_loan_id=LoanId("l"))
+    assert reason(decide(snapshot(*rows, member), 0.0)).data == {"loan_id": "l"}
+    start = one(decide(snapshot(*rows[:-1], member), 0.0))
+    assert (start.loan_id, start.place.hbm_bytes) == ("l", 90)
+    assert isinstance(one(decide(snapshot(*rows, replace(member, assigned_loan_id=LoanId("gone"))), 0.0)), OpenLoan)
+
+
+def test_a_loan_that_nothing_needs_is_recalled_once() -> None:
+    assert isinstance(one(decide(snapshot(device("d0"), PARKED, lent()), 0.0)), RecallLoan)
+    assert decide(snapshot(device("d0"), PARKED, lent(recall_ordered=True)), 0.0) == ()
+    assert decide(snapshot(device("d0"), PARKED, lent(), live()), 0.0) == ()
+    backed_off = decide(snapshot(device("d0"), PARKED, lent(), job("j", not_before=5.0)), 0.0)
+    assert isinstance(backed_off[0], RecallLoan)
+
+
+def test_a_loan_without_its_engine_takes_no_more_jobs() -> None:
+    actions = decide(snapshot(device("d0"), PARKED, lent(engine_lost=True), job("j", 10)), 0.0)
+    assert [type(action) for action in actions] == [RecallLoan, SetReasons]
+
+
+def test_a_stop_is_ordered_once_and_not_to_a_silent_node() -> None:
+    rows = snapshot(device("d0"), PARKED, lent(), live(stop_wanted=True))
+    assert isinstance(one(decide(rows, 0.0)), StopAttempt)
+    assert decide(replace(rows, attempts=(live(stop_wanted=True, stop_ordered=True),)), 0.0) == ()
+    assert decide(replace(rows, nodes=(replace(NODE, up=False, silent=True),)), 0.0) == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        (engine("a", "d0", policy=EnginePolicy()), "EngineManual"),
+        (engine("a", "d0", state=EngineState.UNREACHABLE), "EngineNotReady"),
+        (engine("a", "d0", gate=GateState.UNKNOWN), "EngineNotReady"),
+        (engine("a", "d0", verified=False), "EngineNotReady"),
+        (engine("a", "d0", "d9"), "EngineNotReady"),
+        (engine("a", "d0", not_before=9.0, trouble=Reason(code="HBMNotFreed", sentence="it lied")), "HBMNotFreed"),
+        (lent(state=LoanState.WAKING), "LoanOpen"),
+    ],
+)
+def test_why_a_job_waits(row: Any, code: str) -> None:
+    waits = reason(decide(snapshot(device("d0", 40), row, job("j")), 0.0))
+    assert waits.code == code
+    assert waits.data["nodes"]["box"]["code"] == code
+
+
+def test_why_a_job_waits_on_the_device_itself() -> None:
+    assert reason(decide(snapshot(device("d0", quarantined=True), job("j")), 0.0)).code == "DeviceQuarantined"
+    assert reason(decide(snapshot(device("d0", 10, foreign_bytes=90), job("j")), 0.0)).code == "ForeignProcess"
+    assert reason(decide(snapshot(device("d0", 10), job("j", None)), 0.0)).code == "HBMNotFreed"
+    assert reason(decide(snapshot(device("d0"), job("j", gpus=2)), 0.0)).code == "Unsatisfiable"
+    assert reason(decide(Snapshot(jobs=(job("j"),)), 0.0)).code == "NoNode"
+    silent = replace(snapshot(device("d0"), job("j")), nodes=(replace(NODE, up=False, silent=True),))
+    assert reason(decide(silent, 0.0)).code == "NodeUnreachable"
+
+
+def test_a_job_in_back_off_says_the_trouble_and_blocks_nobody() -> None:
+    trouble = Reason(code="HBMNotFreed", sentence="it lied")
+    actions = decide(snapshot(device("d0"), job("j", not_before=7.0, trouble=trouble), job("k", created_at=9.0)), 0.0)
+    assert isinstance(actions[0], OpenLoan)
+    assert (reason(actions).code, reason(actions).next_check) == ("HBMNotFreed", 7.0)
+
+
+def test_reasons_are_written_when_they_change_and_keep_their_since() -> None:
+    first = decide(Snapshot(jobs=(job("j"),)), 5.0)
+    told = first[0].reasons
+    assert decide(Snapshot(jobs=(job("j", reasons=told),)), 6.0) == ()
+    other = decide(replace(snapshot(device("d0", 10), job("j", reasons=told))), 7.0)
+    assert other[0].reasons[0].since == 7.0
+
+
+def test_the_largest_possible() -> None:
+    assert largest_possible([[10, 30, 20], [25]], 1) == 30
+    assert largest_possible([[10, 30, 20], [25]], 2) == 20
+    assert largest_possible([[10]], 2) == 0
