@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -83,7 +84,7 @@ class AttemptRun:
 
     def prepare(self) -> None:
         """Starts the runner, which waits for our word. Idempotent."""
-        if self._launched is None and not self.over and self._stop is None:
+        if self._launched is None and not self.over:
             self._launched = asyncio.create_task(self._adopt_or_launch(), name=f"launch {self.attempt_id}")
 
     def begin(self, check: Check) -> None:
@@ -135,6 +136,9 @@ class AttemptRun:
                 return adopted.process
             if adopted.outcome is not None:
                 return adopted.outcome
+        if self._stop is not None:
+            reason = Reason(code="Stopped", sentence="stopped before it was started")
+            return AttemptOutcome(end=AttemptEnd.NOT_STARTED, ended_at=time.time(), reason=reason)
         return await AttemptProcess.launch(self.directory, self._runner_spec())
 
     def _runner_spec(self) -> RunnerSpec:
@@ -174,9 +178,7 @@ class AttemptRun:
 
     async def _run(self, check: Check) -> None:
         self.prepare()
-        if self._launched is None:  # stopped before anything was made
-            self.end_unstarted(None)
-            return
+        assert self._launched is not None
         try:
             found = await self._launched
         except (LaunchFailed, AttemptError, OSError) as error:
@@ -184,6 +186,8 @@ class AttemptRun:
             found = await self._no_runner(str(error))
         outcome = found if isinstance(found, AttemptOutcome) else await self._follow(found, check)
         if outcome is not None:
+            if outcome.end is AttemptEnd.NOT_STARTED and self._stop is AttemptEnd.CANCELLED:
+                outcome = replace(outcome, end=AttemptEnd.CANCELLED)
             self._record(outcome)
 
     async def _no_runner(self, text: str) -> AttemptOutcome:

@@ -117,6 +117,10 @@ class Daemon:
         self._stop_all = True
         self._stopping.set()
 
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
+
     async def run(self) -> None:
         me = identity(os.getpid())
         assert me is not None
@@ -251,6 +255,7 @@ class Daemon:
 
     async def _on_registered(self, registered: Registered) -> None:
         self.journal.raise_to("term", registered.term)
+        self.journal.raise_to("incarnation", registered.incarnation)
         self.journal.raise_to("orders_after", registered.orders_after)
         for policy in registered.policies:
             if policy.engine_id in self.keepers:

@@ -276,7 +276,8 @@ async def _parked_or_not(loan: Loan, engine: EngineKeeper, said: str) -> Observa
             engine.set_state(EngineState.GONE if engine.process_identity is None else EngineState.FAILED)
             raise EngineLost(f"engine {engine.name} was lost while it parked. {said}".strip())
         if loop.time() > deadline and not marked:
-            marked, deadline = True, loop.time() + _PARKING_GRACE_SECONDS
+            marked = True
+            deadline = loop.time() + min(_PARKING_GRACE_SECONDS, loan.policy_of(engine).park_call_seconds_max)
             reason = Reason(code="ParkDeadline", sentence=f"engine {engine.name} is still {seen.state}")
             loan.take(LoanEvent.PARK_DEADLINE, reason, engine)
             loan.recall("ParkDeadline")
@@ -358,6 +359,7 @@ def _settled(loan: Loan, facts: dict[str, DeviceFacts]) -> None:
         loan.step(LoanStep.SETTLED, engine, data={"device_bytes": residual, "free_bytes": free})
     if not loan.engines:
         loan.step(LoanStep.SETTLED, data={"free_bytes": free})
+    loan.node.host_ram.release(loan.loan_id)  # the backups are there: they show in MemAvailable themselves
     loan.take(LoanEvent.MEMORY_FREE)
 
 

@@ -51,6 +51,10 @@ class Orders:
         if not self._journal.raise_to("term", envelope.term):
             self._answer(envelope, "stale", f"term {envelope.term} is over")
             return
+        # The scheduler concludes from a registration what cannot start any more: older orders must not.
+        if envelope.incarnation < self._journal.highest("incarnation"):
+            self._answer(envelope, "stale", f"incarnation {envelope.incarnation} of this agent is over")
+            return
         try:
             with self._journal.together():
                 outcome = self._obey(envelope.order)
@@ -124,6 +128,8 @@ class Orders:
 
     def _loan_refusal(self, order: OpenLoan) -> str | None:
         daemon = self._daemon
+        if daemon.is_stopping:
+            return "this node's agent stops"
         if self._journal.loan(order.loan_id) is not None:
             return "this loan was opened here before"
         for device_id in order.device_ids:

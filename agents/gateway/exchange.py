@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Final
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 from aiohttp.connector import Connection
 from multidict import CIMultiDict
 from yarl import URL
@@ -50,12 +51,14 @@ class _Leash:
     def __init__(self, on_sent: Callable[[], None]) -> None:
         self.on_sent = on_sent
         self.transport: asyncio.Transport | None = None  # set right before the first byte
+        self._protocol: ResponseHandler | None = None
         self.response: aiohttp.ClientResponse | None = None
         self._closed: asyncio.Future[None] | None = None
 
-    def fasten(self, transport: asyncio.Transport, closed: asyncio.Future[None] | None) -> None:
+    def fasten(self, transport: asyncio.Transport, protocol: ResponseHandler) -> None:
         self.transport = transport
-        self._closed = closed
+        self._protocol = protocol
+        self._closed = closed = protocol.closed
         if closed is not None:
             closed.remove_done_callback(_retrieve)
             closed.add_done_callback(_retrieve)
@@ -65,6 +68,19 @@ class _Leash:
         self.response = response
         if self._closed is not None and self._closed.done():
             self._on_closed(self._closed)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the connection still serves this request. Once the answer is in, it may serve another one."""
+        return self.transport is not None and (self.response is None or self.response.connection is not None)
+
+    def shut(self) -> None:
+        """Tells the engine that nothing follows; the connection is never used again."""
+        assert self.transport is not None
+        assert self._protocol is not None
+        self._protocol.force_close()
+        if self.transport.can_write_eof() and not self.transport.is_closing():
+            self.transport.write_eof()
 
     def unfasten(self) -> None:
         """The connection may serve others now."""
@@ -102,7 +118,7 @@ class _WatchedRequest(aiohttp.ClientRequest):
         transport, protocol = conn.transport, conn.protocol
         if transport is None or protocol is None or is_stale(transport):
             raise StaleConnection
-        leash.fasten(transport, protocol.closed)
+        leash.fasten(transport, protocol)
         response = await super().send(conn)
         leash.on_sent()
         return response
@@ -247,15 +263,14 @@ class Exchange:
     def hang_up(self, outcome: Outcome, seconds_max: float) -> asyncio.Task[None] | None:
         """Gives the exchange up. It stays in flight until the engine closes its side, at most ``seconds_max``."""
         task, transport = self._task, self._leash.transport
-        if task is None or transport is None:
-            # Still connecting, or not even that: the cancelled task cannot write any more.
+        if task is None or transport is None or not self._leash.is_ours:
+            # Nothing was sent, and the cancelled task cannot write any more; or the engine has answered whole.
             if task is not None:
                 task.cancel()
             self.finished(outcome)
             return None
         self._admission.settle(self._ticket, outcome)
-        if transport.can_write_eof() and not transport.is_closing():
-            transport.write_eof()
+        self._leash.shut()
         self._lingering = asyncio.create_task(self._linger(task, transport, outcome, seconds_max))
         return self._lingering
 

@@ -73,7 +73,8 @@ def test_a_missing_file_and_a_missing_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("1GiB", 1 << 30), ("512 MiB", 512 << 20), ("3", 3), (7, 7), ("1.5kB", 1500), ("2tib", 2 << 40)]
+    ("text", "nbytes"),
+    [("1GiB", 1 << 30), ("512 MiB", 512 << 20), ("3", 3), (7, 7), ("1.5kB", 1500), ("2tib", 2 << 40)],
 )
 def test_sizes(text: object, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes

@@ -93,10 +93,15 @@ def test_reports_keep_their_numbers_after_they_were_taken(path: Path) -> None:
 
 def test_together_is_all_or_nothing(path: Path) -> None:
     journal = Journal(path)
-    with pytest.raises(RuntimeError), journal.together():
-        accept(journal)
-        journal.report(ENDED)
-        raise RuntimeError
+
+    def write_and_fail() -> None:
+        with journal.together():
+            accept(journal)
+            journal.report(ENDED)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_and_fail()
     assert journal.open_loans() == []
     assert journal.unsent() == []
     accept(journal)
