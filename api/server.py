@@ -49,7 +49,6 @@ class StartError(Exception):
 
 def run(settings: ServerSettings, *, insecure: bool = False) -> int:
     """Serves until SIGTERM or SIGINT; the exit code. ``insecure`` allows an address that others can reach."""
-    configure_logging()
     try:
         with _data_directory(settings.data_dir):
             authenticator = Authenticator.of(read_or_create_token(settings.token_path))
@@ -68,6 +67,7 @@ async def _serve(settings: ServerSettings, authenticator: Authenticator, listene
     store = Store(settings.database_url, queue_jobs_max=settings.queue_jobs_max, lease_seconds=settings.lease_seconds)
     try:
         await store.start()
+        configure_logging()  # only now: what cannot start says so in one line of plain text
         app = create_app(store, authenticator, body_bytes_max=settings.body_bytes_max)
         loop = SchedulerLoop(store, settings)
         await loop.start()

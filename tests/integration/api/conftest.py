@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import socket
 from collections.abc import AsyncIterator, Generator
 from pathlib import Path
@@ -36,8 +37,23 @@ def token() -> str:
     return new_token()
 
 
+@pytest.fixture(scope="session")
+def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database at the newest schema, to be copied: migrating takes longer than most tests."""
+    path = tmp_path_factory.mktemp("migrated") / "lull.db"
+
+    async def migrate() -> None:
+        made = Store(f"sqlite:///{path}")
+        await made.start()
+        await made.close()
+
+    asyncio.run(migrate())
+    return path
+
+
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
+async def store(tmp_path: Path, migrated_database: Path) -> AsyncIterator[Store]:
+    shutil.copy(migrated_database, tmp_path / "lull.db")
     made = Store(f"sqlite:///{tmp_path / 'lull.db'}", queue_jobs_max=5, touch_seconds=0.0)
     await made.start()
     try:
