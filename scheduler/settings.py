@@ -46,7 +46,7 @@ class ServerSettings(BaseSettings):
     def _check(self) -> ServerSettings:
         if self.lease_grantor_seconds <= self.lease_seconds:
             raise ValueError("lease_grantor_seconds: has to be longer than lease_seconds: the holder gives up first")
-        if self.database_url and self.database_url_file:
+        if "database_url" in self.model_fields_set and self.database_url_file:
             raise ValueError("database_url: is given twice, also as database_url_file; leave one out")
         if not self.database_url:
             object.__setattr__(self, "database_url", self._default_database_url())  # frozen from here on

@@ -102,6 +102,8 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="lull-writer", daemon=True)
         self._engine: Engine | None = None
         self._connection: Connection | None = None
+        self._connection_used = 0
+        self._committing = False
 
     def start(self) -> None:
         self._thread.start()
@@ -147,9 +149,12 @@ class Writer:
             try:
                 return self._commit_once(batch)
             except exc.DBAPIError as error:
+                fresh = self._connection_used == 1
                 self._disconnect()
                 if tries_left and database.may_run_again(error):
                     continue
+                if error.connection_invalidated and not self._committing and not fresh:
+                    continue  # the connection had died since its last use; nothing of this was committed
                 failure: Exception = database.unavailable(error)
             except exc.SQLAlchemyError as error:
                 self._disconnect()
@@ -164,6 +169,8 @@ class Writer:
 
     def _commit_once(self, batch: list[_Request[Any]]) -> frozenset[str]:
         connection = self._connect()
+        self._connection_used += 1
+        self._committing = False
         rows: list[dict[str, Any]] = []
         topics: set[str] = set()
         alone = len(batch) == 1
@@ -187,6 +194,7 @@ class Writer:
                 rows += tx.events
                 topics |= tx.topics
             _write_events(connection, rows)
+            self._committing = True  # from here on a lost connection leaves open what became of it
         return frozenset(topics)
 
     def _connect(self) -> Connection:
@@ -194,6 +202,7 @@ class Writer:
             if self._engine is None:
                 self._engine = database.open_engine(self._url, writes=True)
             self._connection = self._engine.connect()
+            self._connection_used = 0
         return self._connection
 
     def _disconnect(self) -> None:
