@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -47,6 +49,7 @@ async def version() -> schemas.Version:
     return schemas.Version(version=installed_version(), protocol_version=PROTOCOL_VERSION)
 
 
+@functools.cache  # reads the distribution's metadata from disk
 def installed_version() -> str:
     return importlib.metadata.version("gpu-lull")
 
@@ -93,6 +96,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        generate_unique_id_function=_operation_id,
         lifespan=lifespan,
         responses={
             "default": {
@@ -119,6 +123,10 @@ def create_app(
     app.add_exception_handler(HTTPException, _answer)
     app.openapi = _document_of(app)  # type: ignore[method-assign]
     return app
+
+
+def _operation_id(route: APIRoute) -> str:
+    return f"{route.tags[0]}_{route.name}"
 
 
 async def _answer(_request: Request, error: Exception) -> Response:
