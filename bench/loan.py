@@ -84,6 +84,7 @@ def document_of(measured: Sequence[Mapping[str, float]], weights_bytes: int) -> 
                 **_percentiles([parts[part.name] for parts in measured]),
             }
             for part in PARTS
+            if part.name in measured[0]
         ],
     }
 

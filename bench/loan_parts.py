@@ -80,6 +80,8 @@ def part_seconds(stamps: Sequence[Stamp]) -> dict[str, float]:
     at = {step: first[step] if step in early else last[step] for step in first}
     seconds: dict[str, float] = {}
     for part in PARTS:
+        if part.start is LoanStep.ACCEPTED and part.start not in at:
+            continue  # an agent that writes the acceptance down as the loan's row, not as a step of it
         for step in (part.start, part.end):
             if step not in at:
                 raise MissingStamp(step, first)
@@ -89,7 +91,7 @@ def part_seconds(stamps: Sequence[Stamp]) -> dict[str, float]:
 
 def own_seconds(seconds: Mapping[str, float]) -> dict[str, float]:
     """The parts that are Lull's own; their sum is its overhead."""
-    return {part.name: seconds[part.name] for part in PARTS if part.owner == "lull"}
+    return {part.name: seconds[part.name] for part in PARTS if part.owner == "lull" and part.name in seconds}
 
 
 def phase_seconds(stamps: Sequence[Stamp]) -> dict[str, float]:

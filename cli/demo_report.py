@@ -184,6 +184,8 @@ def failures_of(document: dict[str, Any], facts: Facts) -> list[str]:
     found += _pause_failures(document)
     found += _witness_failures(facts)
     found += _process_failures(document["processes"])
+    if document["overhead_seconds"] is None:
+        found.append(f"Lull's own time cannot be told: {document['overhead_missing']}")
     return found
 
 

@@ -101,7 +101,7 @@ class Story:
 
     def run(self) -> Facts:
         """Raises BoxError when it cannot go on; what merely turned out wrong is in the facts."""
-        with Watcher(self.box.processes) as watcher, self._client() as client:
+        with self._client() as client, Watcher(self.box.processes) as watcher:
             load = self._start_load()
             self._ask_before(watcher)
             self._lend(client, watcher)
@@ -109,7 +109,8 @@ class Story:
             load.terminate()
             load.wait(self._left())
             self._ask_after(watcher)
-            self.facts.samples = list(watcher.samples)
+            begun = self.facts.sample_before.at if self.facts.sample_before else 0.0
+            self.facts.samples = [sample for sample in watcher.samples if sample.at >= begun]
             if watcher.failed is not None:
                 raise BoxError(f"the watcher of /proc failed: {watcher.failed!r}")
         self.facts.records = read_records(self._load_out)

@@ -8,12 +8,14 @@ import typer
 
 from .context import Session, client_command
 from .options import OutputFormat
-from .output import Row, part_of, plain, text_of
+from .output import Row, plain, text_of
 
 if TYPE_CHECKING:
     from ..api.schemas import Event
 
 PAGE_ROWS = 1000
+# What an event may be about, the nearest first.
+_ABOUT = ("job_id", "loan_id", "engine_id", "device_id", "attempt_id", "node_id")
 
 
 @client_command
@@ -49,7 +51,12 @@ def _print(session: Session, event: Event) -> None:
 
 
 def event_line(row: Row, *, wide: bool = False) -> str:
-    data = part_of(row, "data")
-    told = {key: value for key, value in data.items() if wide or not isinstance(value, dict | list)}
-    words = [str(row["seq"]), str(row["at"]), text_of(row["type"]), text_of(row.get("subject_id"))]
-    return "  ".join([*words, text_of(told)] if told else words)
+    """Time, what it is about, and the sentence; wide: with all ids."""
+    words = [str(row["seq"]), str(row["at"]), text_of(row["type"])]
+    if row.get("severity") not in (None, "info"):
+        words.append(text_of(row["severity"]).upper())
+    words.append(text_of(row["sentence"]))
+    ids = {key: row[key] for key in _ABOUT if row.get(key)}
+    if not wide:
+        ids = dict(list(ids.items())[:1])
+    return "  ".join([*words, text_of(ids)] if ids else words)

@@ -28,7 +28,7 @@ class ExitCode(IntEnum):
 SIGNAL_BASE = 128
 # Job failures that are the machinery's, not the job's.
 INFRASTRUCTURE_REASONS = frozenset({"runner_lost", "node_rebooted", "gpu_lost", "lost"})
-UNPLACEABLE_CODES = frozenset({"Unsatisfiable", "unsatisfiable"})
+UNPLACEABLE_CODES = frozenset({"unsatisfiable"})
 
 
 class CliError(Exception):

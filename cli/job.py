@@ -91,7 +91,7 @@ def job_lines(row: Row) -> list[str]:
             ("started", _ago(row.get("started_at"))),
             ("ended", _ago(row.get("ended_at"))),
             ("loan", text_of(row.get("loan_id"))),
-            ("clean-up", text_of(row.get("cleanup_state"))),
+            ("clean-up", text_of(part_of(row, "cleanup_state").get("sentence"))),
             ("engine", text_of(row.get("engine_restore_state"))),
         ]
     )

@@ -17,7 +17,7 @@ COLUMNS = (
     Column("STATE", field("state")),
     Column("DEVICES", lambda row: str(len(row["device_ids"]))),
     Column("ENGINES", lambda row: str(len(row["engine_ids"]))),
-    Column("JOBS", lambda row: str(len(row.get("job_ids") or []))),
+    Column("ATTEMPTS", lambda row: str(len(row.get("attempt_ids") or []))),
     Column("NEED", lambda row: format_size(row["need_bytes"])),
     Column("OPENED", lambda row: age(row["opened_at"])),
     Column("CLOSED", lambda row: age(row.get("closed_at"))),
@@ -51,11 +51,11 @@ def loan_lines(row: Row) -> list[str]:
             ("node", text_of(row["node_id"])),
             ("devices", text_of(row["device_ids"])),
             ("engines", text_of(row["engine_ids"])),
-            ("jobs", text_of(row.get("job_ids"))),
+            ("attempts", text_of(row.get("attempt_ids"))),
             ("need", f"{format_size(row['need_bytes'])} on each device"),
             ("opened", f"{age(row['opened_at'])} ago"),
             ("closed", f"{age(row['closed_at'])} ago" if row.get("closed_at") else "-"),
-            ("back by", age(row.get("restore_by"))),
+            ("at most", format_duration(row["restore_by_seconds"]) if row.get("restore_by_seconds") else "-"),
         ]
     )
     return lines + step_lines(parts_of(row, "steps"))

@@ -26,7 +26,7 @@ DEVICE_COLUMNS = (
     Column("KIND", field("kind")),
     Column("CAPACITY", lambda row: format_size(row["capacity_bytes"])),
     Column("FREE", lambda row: format_size(row["free_bytes"])),
-    Column("ENGINES", lambda row: str(len(row.get("engine_ids") or []))),
+    Column("IN USE FOR", field("occupancy")),
     Column("LOAN", field("loan_id")),
     Column("QUARANTINED", lambda row: text_of(part_of(row, "quarantined").get("sentence"))),
 )

@@ -53,8 +53,11 @@ class StopSignal:
             signal.set_wakeup_fd(wakeup)
             for number, handler in before:
                 signal.signal(number, handler)
-            self._reader.close()
-            self._writer.close()
+            self.close()
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
 
     def drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -135,7 +138,7 @@ class Children:
             ended = [child for child in self.children if child.reap() is not None]
             if until is not None and ended:
                 return False
-            for child in ended:
+            for child in ended if self._may_restart() else ():
                 wait = max(0.0, child.start_at - time.monotonic())
                 self._say(f"{child.name} ended; started again in {wait:.1f} s (log: {child.log_path})")
             if not self._may_restart():

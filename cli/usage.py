@@ -14,15 +14,15 @@ from .quantities import format_duration, parse_duration
 
 
 def _length(row: Row) -> str:
-    until = parse_time(row["until"]) if row.get("until") else datetime.now(UTC)
-    return format_duration(max(0.0, (until - parse_time(row["since"])).total_seconds()))
+    until = parse_time(row["ended_at"]) if row.get("ended_at") else datetime.now(UTC)
+    return format_duration(max(0.0, (until - parse_time(row["started_at"])).total_seconds()))
 
 
 COLUMNS = (
     Column("DEVICE", field("device_id")),
-    Column("FOR", field("occupancy")),
+    Column("FOR", field("kind")),
     Column("LENGTH", _length),
-    Column("BEGAN", lambda row: age(row["since"])),
+    Column("BEGAN", lambda row: age(row["started_at"])),
     Column("OWNER", field("owner_id")),
     Column("LOAN", field("loan_id"), wide=True),
 )

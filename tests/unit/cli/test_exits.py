@@ -36,8 +36,8 @@ def test_an_ended_jobs_code(
         (409, "conflict", False, 5),
         (412, "version_conflict", False, 5),
         (422, "invalid", False, 1),
-        (422, "Unsatisfiable", False, 1),
-        (422, "Unsatisfiable", True, 6),
+        (422, "unsatisfiable", False, 1),
+        (422, "unsatisfiable", True, 6),
         (500, "internal", False, 1),
     ],
 )
