@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from sqlalchemy import RowMapping, Update, insert, select, update
+from sqlalchemy import RowMapping, Update, bindparam, insert, select, update
 
 from ...agents.protocol.loans import LoanEvent, LoanState
 from ...agents.protocol.wire import AttemptEnd, AttemptState, Order, Reason
@@ -37,6 +37,18 @@ _PROGRESS: Final = {
     AttemptState.ENDED: 5,
 }
 
+# Built once: building a statement costs more than running it.
+_NEXT_SEQ: Final = (
+    update(nodes)
+    .where(nodes.c.id == bindparam("node"))
+    .values(order_seq=nodes.c.order_seq + 1)
+    .returning(nodes.c.order_seq, nodes.c.incarnation)
+)
+_INSERT_ORDER: Final = insert(orders)
+_LOCKED_JOB: Final = select(jobs).where(jobs.c.id == bindparam("key")).with_for_update()
+_LOCKED_ATTEMPT: Final = select(attempts).where(attempts.c.id == bindparam("key")).with_for_update()
+_LOCKED_LOAN: Final = select(loans).where(loans.c.id == bindparam("key")).with_for_update()
+
 
 def backoff_seconds(count: int) -> float:
     """After the ``count``-th trouble in a row: 5, 10, 20, … 300 s."""
@@ -63,26 +75,22 @@ def give_order(
     attempt_id: str | None = None,
 ) -> int:
     """Appends to the node's orders. The node's row stays locked to the commit, so seqs appear in their order."""
-    given = tx.conn.execute(
-        update(nodes)
-        .where(nodes.c.id == node_id)
-        .values(order_seq=nodes.c.order_seq + 1)
-        .returning(nodes.c.order_seq, nodes.c.incarnation)
-    ).one_or_none()
+    given = tx.conn.execute(_NEXT_SEQ, {"node": node_id}).one_or_none()
     if given is None:
         raise NotFound("node", node_id)
     tx.conn.execute(
-        insert(orders).values(
-            node_id=node_id,
-            seq=given.order_seq,
-            kind=order.kind,
-            body=order.model_dump(mode="json"),
-            term=term,
-            incarnation=given.incarnation,
-            loan_id=loan_id,
-            attempt_id=attempt_id,
-            created_at=now,
-        )
+        _INSERT_ORDER,
+        {
+            "node_id": node_id,
+            "seq": given.order_seq,
+            "kind": order.kind,
+            "body": order.model_dump(mode="json"),
+            "term": term,
+            "incarnation": given.incarnation,
+            "loan_id": loan_id,
+            "attempt_id": attempt_id,
+            "created_at": now,
+        },
     )
     tx.touch(f"orders:{node_id}")
     return int(given.order_seq)
@@ -92,7 +100,7 @@ def give_order(
 
 
 def locked_job(tx: Tx, job_id: str) -> RowMapping | None:
-    return tx.conn.execute(select(jobs).where(jobs.c.id == job_id).with_for_update()).mappings().one_or_none()
+    return tx.conn.execute(_LOCKED_JOB, {"key": job_id}).mappings().one_or_none()
 
 
 def move_job(
@@ -161,8 +169,7 @@ def requeue_values(job: RowMapping, reason: Reason, now: float, *, ran: bool) ->
 
 
 def locked_attempt(tx: Tx, attempt_id: str) -> RowMapping | None:
-    statement = select(attempts).where(attempts.c.id == attempt_id).with_for_update()
-    return tx.conn.execute(statement).mappings().one_or_none()
+    return tx.conn.execute(_LOCKED_ATTEMPT, {"key": attempt_id}).mappings().one_or_none()
 
 
 def move_attempt(
@@ -292,7 +299,7 @@ def lose_sight(tx: Tx, attempt: RowMapping, now: float, sentence: str) -> None:
 
 
 def locked_loan(tx: Tx, loan_id: str) -> RowMapping | None:
-    return tx.conn.execute(select(loans).where(loans.c.id == loan_id).with_for_update()).mappings().one_or_none()
+    return tx.conn.execute(_LOCKED_LOAN, {"key": loan_id}).mappings().one_or_none()
 
 
 def set_loan_state(

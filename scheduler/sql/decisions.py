@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, assert_never
 
-from sqlalchemy import RowMapping, exc, insert, select, update
+from sqlalchemy import RowMapping, bindparam, exc, insert, select, update
 
 from ...agents.protocol import wire
 from ...agents.protocol.loans import LoanState
@@ -21,6 +21,28 @@ from .leadership import check_term
 from .writer import Tx
 
 _ACTOR: Final = "scheduler"
+
+# Built once: building a statement costs more than running it.
+_INSERT_LOAN: Final = insert(loans)
+_INSERT_LOAN_DEVICES: Final = insert(loan_devices)
+_INSERT_ATTEMPT: Final = insert(attempts)
+_LOCKED_NODE: Final = select(nodes).where(nodes.c.id == bindparam("key")).with_for_update()
+_CLAIM: Final = (
+    update(jobs)
+    .where(
+        jobs.c.id == bindparam("job"),
+        jobs.c.state == JobState.QUEUED.value,
+        jobs.c.attempt_no == bindparam("before"),
+    )
+    .values(
+        state=advance_job("any", JobState.QUEUED, JobEvent.PLACED).value,
+        attempt_no=bindparam("after"),
+        loan_id=bindparam("loan"),
+        assigned_loan_id=None,
+        reasons=[],
+    )
+    .returning(jobs)
+)
 
 
 class _TooLate(Exception):
@@ -65,7 +87,7 @@ def _apply(tx: Tx, action: Action, term: int, now: float) -> None:
 def _node_in_use(tx: Tx, node_id: str) -> None:
     """Nothing is started on a node that is silent or has not used its registration yet. The lock keeps a
     registration, which ends all orders, from slipping in between."""
-    node = tx.conn.execute(select(nodes).where(nodes.c.id == node_id).with_for_update()).mappings().one_or_none()
+    node = tx.conn.execute(_LOCKED_NODE, {"key": node_id}).mappings().one_or_none()
     if node is None or node["silent_since"] is not None or node["confirmed_incarnation"] != node["incarnation"]:
         raise _TooLate
 
@@ -83,26 +105,27 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
         raise _TooLate
     policies = {row.id: EnginePolicy.model_validate(row.policy) for row in rows}
     tx.conn.execute(
-        insert(loans).values(
-            id=loan_id,
-            node_id=action.node_id,
-            epoch=epoch,
-            device_ids=device_ids,
-            engine_ids=engine_ids,
-            need_bytes=action.need_bytes,
-            room_bytes=dict(action.room_bytes),
-            state=(LoanState.DRAINING if engine_ids else LoanState.SETTLING).value,
-            engine_lost=False,
-            policies={key: policy.model_dump(mode="json") for key, policy in policies.items()},
-            restore_by_seconds=action.restore_by_seconds,
-            recall_ordered=False,
-            reported=False,
-            adopted=False,
-            opened_at=now,
-        )
+        _INSERT_LOAN,
+        {
+            "id": loan_id,
+            "node_id": action.node_id,
+            "epoch": epoch,
+            "device_ids": device_ids,
+            "engine_ids": engine_ids,
+            "need_bytes": action.need_bytes,
+            "room_bytes": dict(action.room_bytes),
+            "state": (LoanState.DRAINING if engine_ids else LoanState.SETTLING).value,
+            "engine_lost": False,
+            "policies": {key: policy.model_dump(mode="json") for key, policy in policies.items()},
+            "restore_by_seconds": action.restore_by_seconds,
+            "recall_ordered": False,
+            "reported": False,
+            "adopted": False,
+            "opened_at": now,
+        },
     )
     tx.conn.execute(
-        insert(loan_devices), [{"loan_id": loan_id, "device_id": each, "open": True} for each in device_ids]
+        _INSERT_LOAN_DEVICES, [{"loan_id": loan_id, "device_id": each, "open": True} for each in device_ids]
     )
     specs = [_claim(tx, place, loan_id, action.node_id, now) for place in action.places]
     if action.later_job_ids:
@@ -155,16 +178,7 @@ def _claim(tx: Tx, place: actions.Place, loan_id: str, node_id: str, now: float)
     number = place.attempt_no + 1
     state = advance_job(place.job_id, JobState.QUEUED, JobEvent.PLACED)
     job = (
-        tx.conn.execute(
-            update(jobs)
-            .where(
-                jobs.c.id == place.job_id,
-                jobs.c.state == JobState.QUEUED.value,
-                jobs.c.attempt_no == place.attempt_no,
-            )
-            .values(state=state.value, attempt_no=number, loan_id=loan_id, assigned_loan_id=None, reasons=[])
-            .returning(jobs)
-        )
+        tx.conn.execute(_CLAIM, {"job": place.job_id, "before": place.attempt_no, "after": number, "loan": loan_id})
         .mappings()
         .one_or_none()
     )
@@ -172,21 +186,22 @@ def _claim(tx: Tx, place: actions.Place, loan_id: str, node_id: str, now: float)
         raise _TooLate
     attempt_id = new_id()
     tx.conn.execute(
-        insert(attempts).values(
-            id=attempt_id,
-            job_id=place.job_id,
-            attempt_no=number,
-            loan_id=loan_id,
-            node_id=node_id,
-            device_ids=list(place.device_ids),
-            hbm_bytes=place.hbm_bytes,
-            state=AttemptState.PLACED.value,
-            created_at=now,
-            processes={},
-            stop_ordered=False,
-            reported=False,
-            doubt=False,
-        )
+        _INSERT_ATTEMPT,
+        {
+            "id": attempt_id,
+            "job_id": place.job_id,
+            "attempt_no": number,
+            "loan_id": loan_id,
+            "node_id": node_id,
+            "device_ids": list(place.device_ids),
+            "hbm_bytes": place.hbm_bytes,
+            "state": AttemptState.PLACED.value,
+            "created_at": now,
+            "processes": {},
+            "stop_ordered": False,
+            "reported": False,
+            "doubt": False,
+        },
     )
     tx.event(
         "job_changed",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import uuid_utils
 from sqlalchemy import Connection, delete, func, insert, select
 
@@ -14,6 +16,14 @@ from ..tables import devices, engines, idempotency_keys, jobs
 from .changes import locked_job, move_job
 from .retention import IDEMPOTENCY_SECONDS
 from .writer import Tx
+
+# Built once: building a statement costs more than running it.
+_INSERT_JOB: Final = insert(jobs)
+_WAITING: Final = (
+    select(func.count()).select_from(jobs).where(jobs.c.state.in_((JobState.QUEUED.value, JobState.HELD.value)))
+)
+_SIZES: Final = select(devices.c.node_id, devices.c.id, devices.c.capacity_bytes).where(devices.c.present)
+_RESIDUALS: Final = select(engines.c.residual_bytes).where(engines.c.present)
 
 
 def new_id() -> str:
@@ -36,35 +46,34 @@ def submit(
         if seen is not None:
             return SubmitResult(seen, replayed=True)
     _check_possible(tx.conn, request)
-    waiting = tx.conn.execute(
-        select(func.count()).select_from(jobs).where(jobs.c.state.in_((JobState.QUEUED.value, JobState.HELD.value)))
-    ).scalar_one()
+    waiting = tx.conn.execute(_WAITING).scalar_one()
     if waiting >= queue_jobs_max:
         raise QueueFull(queue_jobs_max)
     job_id = JobId(new_id())
     tx.conn.execute(
-        insert(jobs).values(
-            id=job_id,
-            name=request.name,
-            state=JobState.QUEUED.value,
-            argv=list(request.argv),
-            env=request.env,
-            workdir=request.workdir,
-            priority=request.priority,
-            project=request.project,
-            gpus=request.gpus,
-            hbm_bytes=request.hbm_bytes,
-            time_limit_seconds=request.time_limit_seconds,
-            kill_grace_seconds=request.kill_grace_seconds,
-            created_at=now,
-            queued_at=now,
-            reasons=[],
-            attempt_no=0,
-            not_before=0.0,
-            trouble_count=0,
-            stop_wanted=False,
-            submitted_by=principal,
-        )
+        _INSERT_JOB,
+        {
+            "id": job_id,
+            "name": request.name,
+            "state": JobState.QUEUED.value,
+            "argv": list(request.argv),
+            "env": request.env,
+            "workdir": request.workdir,
+            "priority": request.priority,
+            "project": request.project,
+            "gpus": request.gpus,
+            "hbm_bytes": request.hbm_bytes,
+            "time_limit_seconds": request.time_limit_seconds,
+            "kill_grace_seconds": request.kill_grace_seconds,
+            "created_at": now,
+            "queued_at": now,
+            "reasons": [],
+            "attempt_no": 0,
+            "not_before": 0.0,
+            "trouble_count": 0,
+            "stop_wanted": False,
+            "submitted_by": principal,
+        },
     )
     if idempotency_key is not None:
         tx.conn.execute(
@@ -99,13 +108,11 @@ def _replayed(tx: Tx, principal: str, key: str, body_sha256: str, now: float) ->
 
 def _check_possible(conn: Connection, request: JobRequest) -> None:
     """Refuses what no known node could ever run. With no node known yet it waits."""
-    rows = conn.execute(
-        select(devices.c.node_id, devices.c.id, devices.c.capacity_bytes).where(devices.c.present)
-    ).all()
+    rows = conn.execute(_SIZES).all()
     if not rows:
         return
     kept: dict[str, int] = {}
-    for residual in conn.execute(select(engines.c.residual_bytes).where(engines.c.present)).scalars():
+    for residual in conn.execute(_RESIDUALS).scalars():
         for device_id, nbytes in residual.items():
             kept[device_id] = kept.get(device_id, 0) + nbytes
     by_node: dict[str, list[int]] = {}

@@ -12,6 +12,7 @@ from ..tables import leader
 from .writer import Tx
 
 _ROW = 1
+_TERM = select(leader.c.term).where(leader.c.id == _ROW).with_for_update(read=True)
 
 
 def _database_now(tx: Tx) -> float:
@@ -44,6 +45,5 @@ def resign(tx: Tx, term: int) -> None:
 
 def check_term(tx: Tx, term: int) -> None:
     """Raises NotLeader. On PostgreSQL the row stays locked to the commit: no other term can begin in between."""
-    statement = select(leader.c.term).where(leader.c.id == _ROW).with_for_update(read=True)
-    if tx.conn.execute(statement).scalar_one() != term:
+    if tx.conn.execute(_TERM).scalar_one() != term:
         raise NotLeader(term)

@@ -43,6 +43,25 @@ _SHOWN: Final = (
     jobs.c.reasons,
 )
 
+# Built once: building a statement costs more than running it.
+_NODES: Final = select(nodes)
+_DEVICES: Final = select(devices).where(devices.c.present)
+_IDLE: Final = select(occupancy.c.device_id, occupancy.c.started_at).where(
+    occupancy.c.ended_at.is_(None), occupancy.c.kind == OccupancyKind.IDLE.value
+)
+_ENGINES: Final = select(engines).where(engines.c.present)
+_PLACE: Final = func.row_number().over(
+    partition_by=(jobs.c.gpus, jobs.c.hbm_bytes), order_by=(jobs.c.priority.desc(), jobs.c.created_at, jobs.c.id)
+)
+_RANKED: Final = select(*_SHOWN, _PLACE.label("place")).where(jobs.c.state == JobState.QUEUED.value).subquery()
+_JOBS: Final = select(_RANKED).where(_RANKED.c.place <= JOBS_OF_A_SHAPE_MAX)
+_ATTEMPTS: Final = (
+    select(attempts, jobs.c.stop_wanted)
+    .join(jobs, jobs.c.id == attempts.c.job_id)
+    .where(attempts.c.state != AttemptState.ENDED.value)
+)
+_LOANS: Final = select(loans).where(loans.c.state != LoanState.CLOSED.value)
+
 
 def load(conn: Connection, now: float) -> Snapshot:
     return Snapshot(
@@ -56,14 +75,14 @@ def load(conn: Connection, now: float) -> Snapshot:
 
 
 def _nodes(conn: Connection) -> Iterable[Node]:
-    for row in conn.execute(select(nodes)).mappings():
+    for row in conn.execute(_NODES).mappings():
         silent = row["silent_since"] is not None
         in_use = row["confirmed_incarnation"] == row["incarnation"]
         yield Node(NodeId(row["id"]), row["name"], in_use and not silent, silent, row["heard_count"])
 
 
 def _devices(conn: Connection) -> Iterable[Device]:
-    for row in conn.execute(select(devices).where(devices.c.present)).mappings():
+    for row in conn.execute(_DEVICES).mappings():
         held = {"engine": 0, "job": 0, "foreign": 0}
         for process in row["processes"]:
             held[process["owner"]] += process["bytes"]
@@ -80,12 +99,8 @@ def _devices(conn: Connection) -> Iterable[Device]:
 
 
 def _engines(conn: Connection) -> Iterable[Engine]:
-    open_ = occupancy.c.ended_at.is_(None)
-    idle = select(occupancy.c.device_id, occupancy.c.started_at).where(
-        open_, occupancy.c.kind == OccupancyKind.IDLE.value
-    )
-    idle_since = {row.device_id: row.started_at for row in conn.execute(idle)}
-    for row in conn.execute(select(engines).where(engines.c.present)).mappings():
+    idle_since = {row.device_id: row.started_at for row in conn.execute(_IDLE)}
+    for row in conn.execute(_ENGINES).mappings():
         device_ids = tuple(DeviceId(each) for each in row["device_ids"])
         idle_at = [idle_since.get(each) for each in device_ids]
         yield Engine(
@@ -107,10 +122,7 @@ def _engines(conn: Connection) -> Iterable[Engine]:
 
 def _jobs(conn: Connection) -> Iterable[Job]:
     """Jobs of one shape are alike to placing: of each shape the first ones in order are enough to decide."""
-    order = (jobs.c.priority.desc(), jobs.c.created_at, jobs.c.id)
-    place = func.row_number().over(partition_by=(jobs.c.gpus, jobs.c.hbm_bytes), order_by=order).label("place")
-    ranked = select(*_SHOWN, place).where(jobs.c.state == JobState.QUEUED.value).subquery()
-    for row in conn.execute(select(ranked).where(ranked.c.place <= JOBS_OF_A_SHAPE_MAX)).mappings():
+    for row in conn.execute(_JOBS).mappings():
         assigned = row["assigned_loan_id"]
         yield Job(
             id=JobId(row["id"]),
@@ -127,12 +139,7 @@ def _jobs(conn: Connection) -> Iterable[Job]:
 
 
 def _attempts(conn: Connection) -> Iterable[Attempt]:
-    statement = (
-        select(attempts, jobs.c.stop_wanted)
-        .join(jobs, jobs.c.id == attempts.c.job_id)
-        .where(attempts.c.state != AttemptState.ENDED.value)
-    )
-    for row in conn.execute(statement).mappings():
+    for row in conn.execute(_ATTEMPTS).mappings():
         yield Attempt(
             id=AttemptId(row["id"]),
             job_id=JobId(row["job_id"]),
@@ -147,7 +154,7 @@ def _attempts(conn: Connection) -> Iterable[Attempt]:
 
 
 def _loans(conn: Connection) -> Iterable[Loan]:
-    for row in conn.execute(select(loans).where(loans.c.state != LoanState.CLOSED.value)).mappings():
+    for row in conn.execute(_LOANS).mappings():
         yield Loan(
             id=LoanId(row["id"]),
             node_id=NodeId(row["node_id"]),

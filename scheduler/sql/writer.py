@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, exc, insert, select, update
+from sqlalchemy import URL, BigInteger, Connection, Engine, bindparam, exc, insert, update
 
 from ..errors import InvalidRequest, SchedulerError, WriterBusy
 from ..tables import counters, events
@@ -23,6 +23,15 @@ T = TypeVar("T")
 _QUEUE_MAX: Final = 2000
 _BATCH_MAX: Final = 200
 _TRIES_MAX: Final = 5
+
+# Built once: building a statement costs more than running it.
+_COUNT_UP: Final = (
+    update(counters)
+    .where(counters.c.name == "events")
+    .values(value=counters.c.value + bindparam("more", type_=BigInteger))
+    .returning(counters.c.value)
+)
+_INSERT_EVENTS: Final = insert(events)
 
 
 @dataclass(slots=True)
@@ -242,8 +251,7 @@ def _write_events(connection: Connection, rows: list[dict[str, Any]]) -> None:
     even with several writers on PostgreSQL, and no reader who has seen seq n can miss one below it."""
     if not rows:
         return
-    connection.execute(update(counters).where(counters.c.name == "events").values(value=counters.c.value + len(rows)))
-    last = connection.execute(select(counters.c.value).where(counters.c.name == "events")).scalar_one()
+    last = connection.execute(_COUNT_UP, {"more": len(rows)}).scalar_one()
     for seq, row in enumerate(rows, start=last - len(rows) + 1):
         row["seq"] = seq
-    connection.execute(insert(events), rows)
+    connection.execute(_INSERT_EVENTS, rows)
