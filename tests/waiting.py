@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TypeVar, overload
 
 T = TypeVar("T")
 
@@ -30,6 +30,10 @@ def wait_until(look: Callable[[], T], seconds: float, what: str) -> T:
         pause.wait(_POLL_SECONDS)
 
 
+@overload
+async def wait_until_async(look: Callable[[], Awaitable[T]], seconds: float, what: str) -> T: ...
+@overload
+async def wait_until_async(look: Callable[[], T], seconds: float, what: str) -> T: ...
 async def wait_until_async(look: Callable[[], T | Awaitable[T]], seconds: float, what: str) -> T:
     """Like wait_until, for a look that may be a coroutine."""
     deadline = time.monotonic() + seconds

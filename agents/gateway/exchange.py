@@ -12,6 +12,7 @@ it never repeats, and a stale connection is found before a byte is written to it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import select
 import time
@@ -21,6 +22,7 @@ from typing import Final
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from aiohttp.connector import Connection
+from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -271,7 +273,9 @@ class Exchange:
             return None
         self._admission.settle(self._ticket, outcome)
         self._leash.shut()
-        self._lingering = asyncio.create_task(self._linger(task, transport, outcome, seconds_max))
+        self._lingering = asyncio.create_task(self._linger(task, seconds_max))
+        # Not in a `finally` of the task: one that is cancelled before its first step runs none.
+        self._lingering.add_done_callback(lambda _: self._let_go(task, transport, outcome))
         return self._lingering
 
     def cut(self) -> None:
@@ -279,22 +283,20 @@ class Exchange:
         if self._lingering is not None:
             self._lingering.cancel()
 
-    async def _linger(
-        self,
-        task: asyncio.Task[aiohttp.ClientResponse],
-        transport: asyncio.Transport,
-        outcome: Outcome,
-        seconds_max: float,
-    ) -> None:
-        try:
+    async def _linger(self, task: asyncio.Task[aiohttp.ClientResponse], seconds_max: float) -> None:
+        # An error means that it closed, which is what is waited for; or the bound passed (TimeoutError is an OSError).
+        with contextlib.suppress(aiohttp.ClientError, HttpProcessingError, OSError):
             async with asyncio.timeout(seconds_max):
                 response = await task
                 async for _ in response.content.iter_any():
                     pass
-        except (aiohttp.ClientError, OSError):
-            pass  # It closed, which is what was waited for; or the bound passed (TimeoutError is an OSError).
-        finally:
-            transport.abort()
-            if task.done() and not task.cancelled() and task.exception() is None:
-                task.result().close()
-            self.finished(outcome)
+
+    def _let_go(
+        self, task: asyncio.Task[aiohttp.ClientResponse], transport: asyncio.Transport, outcome: Outcome
+    ) -> None:
+        transport.abort()
+        if not task.done():
+            task.cancel()
+        elif not task.cancelled() and task.exception() is None:
+            task.result().close()
+        self.finished(outcome)

@@ -168,6 +168,11 @@ class Gateway:
         self._control.stopping.set()
         for runner in self._runners:
             await runner.cleanup()
+        # The handlers that were cancelled just now left their engines no time.
+        for route in self.routes:
+            route.cut()
+        if self.relay.lingering:
+            await asyncio.wait(set(self.relay.lingering), timeout=1.0)
         for route in self.routes:
             await route.end()
         _remove_pid_file(self.settings.pid_file, os.getpid())

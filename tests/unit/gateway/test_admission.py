@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lull.agents.gateway.admission import Admission, Outcome, Refusal, Terms, Ticket, TicketState
+
+ANSWERED = Outcome.ANSWERED
+
+
+class Door:
+    """An Admission and the order in which its tickets were told of a change."""
+
+    def __init__(self, **terms: object) -> None:
+        self.admission = Admission(Terms(**terms))  # type: ignore[arg-type]
+        self.told: list[int] = []
+        self.tickets: list[Ticket] = []
+
+    def arrive(self, now: float = 0.0) -> Ticket:
+        number = len(self.tickets)
+        ticket = self.admission.arrive(now, lambda: self.told.append(number))
+        self.tickets.append(ticket)
+        return ticket
+
+    def states(self) -> list[TicketState]:
+        return [ticket.state for ticket in self.tickets]
+
+
+def test_starts_closed_and_holds() -> None:
+    door = Door()
+    assert door.arrive().state is TicketState.HELD
+    view = door.admission.view(3.0)
+    assert (view.state, view.held, view.in_flight, view.oldest_held_seconds) == ("closed", 1, 0, 3.0)
+
+
+def test_open_admits_and_counts_from_that_call() -> None:
+    door = Door()
+    door.admission.open()
+    ticket = door.arrive()
+    assert ticket.state is TicketState.ADMITTED
+    assert door.admission.close(Terms()) == 1
+    door.admission.finish(ticket, 1.0, ANSWERED)
+    assert door.admission.close(Terms()) == 0
+
+
+def test_held_requests_are_released_one_after_the_other_in_order() -> None:
+    door = Door()
+    first, second, third = door.arrive(), door.arrive(), door.arrive()
+    door.admission.open()
+    assert door.told == [0]
+    assert door.admission.in_flight == 1
+    late = door.arrive()
+    assert door.states()[3] is TicketState.HELD  # behind those that waited
+    door.admission.sent(first)
+    door.admission.sent(first)  # only once
+    assert door.told == [0, 1]
+    door.admission.finish(second, 1.0, Outcome.DISCONNECTED)  # never sent: it makes way as well
+    assert door.told == [0, 1, 2]
+    door.admission.sent(third)
+    assert door.told == [0, 1, 2, 3]
+    assert late.state is TicketState.ADMITTED
+
+
+def test_close_in_the_middle_of_a_release_keeps_the_rest() -> None:
+    door = Door()
+    first, second = door.arrive(), door.arrive()
+    door.admission.open()
+    assert door.admission.close(Terms()) == 1
+    door.admission.sent(first)
+    door.admission.finish(first, 1.0, ANSWERED)
+    assert door.states() == [TicketState.FINISHED, TicketState.HELD]
+    door.admission.open()
+    assert second.state is TicketState.ADMITTED
+
+
+def test_open_gate_refuses_nobody() -> None:
+    door = Door(hold_requests_max=2)
+    door.arrive(), door.arrive()
+    door.admission.open()
+    assert door.arrive().state is TicketState.HELD
+    assert door.arrive().state is TicketState.ADMITTED  # the queue is full: it passes it
+
+
+def test_hold_bound() -> None:
+    door = Door(hold_requests_max=1)
+    door.arrive()
+    refused = door.arrive()
+    assert (refused.state, refused.refusal) == (TicketState.REFUSED, Refusal.HOLD_FULL)
+    assert Door(hold_requests_max=0).arrive().refusal is Refusal.HOLD_FULL
+
+
+def test_hold_deadline() -> None:
+    door = Door(hold_seconds_max=10.0)
+    ticket = door.arrive(5.0)
+    assert door.admission.seconds_left(ticket, 6.0) == 9.0
+    door.admission.expire(ticket, 14.9)
+    assert ticket.state is TicketState.HELD
+    door.admission.expire(ticket, 15.0)
+    assert ticket.refusal is Refusal.HOLD_DEADLINE
+    assert door.admission.held == 0
+    door.admission.open()
+    assert door.admission.in_flight == 0
+
+
+def test_new_terms_rule_those_that_wait() -> None:
+    door = Door(hold_seconds_max=10.0)
+    ticket = door.arrive(0.0)
+    door.admission.close(Terms(hold_seconds_max=100.0))
+    door.admission.expire(ticket, 50.0)
+    assert ticket.state is TicketState.HELD
+    door.admission.close(Terms(gate="refuse"))
+    assert ticket.refusal is Refusal.GATE_REFUSES
+    assert door.told == [0]
+
+
+def test_deadline_does_not_run_while_an_open_gate_releases() -> None:
+    door = Door(hold_seconds_max=1.0)
+    door.arrive(), door.arrive()
+    door.admission.open()
+    assert door.admission.seconds_left(door.tickets[1], 99.0) == math.inf
+    door.admission.expire(door.tickets[1], 99.0)
+    assert door.tickets[1].state is TicketState.HELD
+
+
+def test_refuse_answers_at_once() -> None:
+    door = Door(gate="refuse")
+    assert door.arrive().refusal is Refusal.GATE_REFUSES
+    assert door.admission.view(0.0).refused_total == 1
+
+
+def test_held_client_that_leaves_is_forgotten() -> None:
+    door = Door()
+    first, second = door.arrive(), door.arrive()
+    door.admission.finish(first, 1.0, Outcome.DISCONNECTED)
+    door.admission.open()
+    assert second.state is TicketState.ADMITTED
+    view = door.admission.view(1.0)
+    assert (view.disconnected_total, view.in_flight, view.held) == (1, 1, 0)
+
+
+def test_finish_counts_once() -> None:
+    door = Door()
+    door.admission.open()
+    ticket = door.arrive()
+    # The client left; the engine lets go later. It is counted for the client at once, as in flight until then.
+    door.admission.settle(ticket, Outcome.DISCONNECTED)
+    assert door.admission.in_flight == 1
+    door.admission.finish(ticket, 2.0, Outcome.FAILED)
+    door.admission.finish(ticket, 2.0, Outcome.FAILED)
+    view = door.admission.view(2.0)
+    assert (view.in_flight, view.disconnected_total, view.failed_total) == (0, 1, 0)
+
+
+def test_idle_callbacks_are_called_once_at_zero() -> None:
+    door = Door()
+    door.admission.open()
+    first, second = door.arrive(), door.arrive()
+    calls: list[str] = []
+    door.admission.when_idle(lambda: calls.append("kept"))
+    door.admission.when_idle(lambda: calls.append("taken back"))()
+    door.admission.finish(first, 1.0, ANSWERED)
+    assert calls == []
+    door.admission.finish(second, 1.0, ANSWERED)
+    assert calls == ["kept"]
+    third = door.arrive()
+    door.admission.finish(third, 1.0, ANSWERED)
+    assert calls == ["kept"]
+
+
+def test_last_request_is_now_while_something_is_in_flight() -> None:
+    door = Door()
+    assert door.admission.view(9.0).last_request_seconds_ago is None
+    door.admission.open()
+    ticket = door.arrive(1.0)
+    assert door.admission.view(9.0).last_request_seconds_ago == 0.0
+    door.admission.finish(ticket, 9.0, ANSWERED)
+    assert door.admission.view(12.0).last_request_seconds_ago == 3.0
+
+
+@pytest.mark.parametrize("reason", [Refusal.STOPPING, Refusal.ROUTE_REMOVED])
+def test_all_held_are_refused_when_nobody_will_open_again(reason: Refusal) -> None:
+    door = Door()
+    door.arrive(), door.arrive()
+    door.admission.refuse_held(reason)
+    assert {ticket.refusal for ticket in door.tickets} == {reason}
+    assert door.told == [0, 1]
