@@ -47,7 +47,18 @@ class Postgres:
                 f"-p {port} -k {self.root} -c listen_addresses=127.0.0.1 -c fsync=off -c full_page_writes=off"
                 " -c synchronous_commit=off -c shared_buffers=16MB -c max_connections=60"
             )
-            command = ["pg_ctl", "-w", "-s", "-D", self.root / "data", "-l", self.root / "log", "-o", options, "start"]
+            command: list[str | Path] = [
+                "pg_ctl",
+                "-w",
+                "-s",
+                "-D",
+                self.root / "data",
+                "-l",
+                self.root / "log",
+                "-o",
+                options,
+                "start",
+            ]
             done = self._run(command)
             if done.returncode == 0:
                 self.port = port

@@ -25,7 +25,6 @@ from lull.agents.protocol.wire import (
     Message,
     OpenLoan,
     OrderAnswer,
-    OrderEnvelope,
     Register,
     Registered,
     ReportBatch,
@@ -111,7 +110,7 @@ class ModelAgent:
             assert await self.store.orders_after(self.node_id, self.after) == []
         return answer
 
-    async def orders(self) -> list[OrderEnvelope]:
+    async def orders(self) -> list[Any]:
         found = await self.store.orders_after(self.node_id, self.after)
         if found:
             self.after = found[-1].seq

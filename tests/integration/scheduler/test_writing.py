@@ -70,7 +70,8 @@ async def test_of_two_claims_on_one_job_one_wins(store: Store, submit: Submit) -
         return OpenLoan(NodeId("node"), (where,), (), GIB, {where: GIB}, None, (place,))
 
     assert await store.commit([loan("a"), loan("b"), loan("a")], 1.0) == 1
-    assert await asyncio.gather(store.commit([loan("a")], 1.0), store.commit([loan("b")], 1.0)) == [0, 0]
+    late = await asyncio.gather(store.commit([loan("a")], 1.0), store.commit([loan("b")], 1.0))
+    assert list(late) == [0, 0]
     job = await store.get_job(job_id)
     assert (job.state, job.attempt_no, len(job.attempts)) == (JobState.STARTING, 1, 1)
     assert len((await store.list_loans(open_only=True))[0]) == 1, "a loan whose claim failed was never opened"

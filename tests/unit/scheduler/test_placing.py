@@ -132,7 +132,7 @@ def test_jobs_that_fit_under_one_park_run_under_one_park() -> None:
     jobs = [job("j1", 50), job("j2", 50, created_at=2.0), job("j3", 60, created_at=3.0), job("j4", 500, created_at=4.0)]
     rows = [device("d0", 40), engine("a", "d0"), device("d1", 40), engine("b", "d1")]
     actions = decide(snapshot(*rows, *jobs), 0.0)
-    opened = actions[0]
+    opened: Any = actions[0]
     assert [place.job_id for place in opened.places] == ["j1", "j2"]
     assert opened.later_job_ids == ("j3",)
     assert (opened.need_bytes, len(actions)) == (100, 2)
@@ -231,11 +231,10 @@ def test_a_job_in_back_off_says_the_trouble_and_blocks_nobody() -> None:
 
 
 def test_reasons_are_written_when_they_change_and_keep_their_since() -> None:
-    first = decide(Snapshot(jobs=(job("j"),)), 5.0)
-    told = first[0].reasons
+    told = one(decide(Snapshot(jobs=(job("j"),)), 5.0)).reasons
     assert decide(Snapshot(jobs=(job("j", reasons=told),)), 6.0) == ()
-    other = decide(replace(snapshot(device("d0", 10), job("j", reasons=told))), 7.0)
-    assert other[0].reasons[0].since == 7.0
+    other = one(decide(snapshot(device("d0", 10), job("j", reasons=told)), 7.0))
+    assert other.reasons[0].since == 7.0
 
 
 def test_the_largest_possible() -> None:
