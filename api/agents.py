@@ -12,7 +12,7 @@ from ..agents.protocol.wire import PROTOCOL_VERSION, OrderEnvelope, Register, Re
 from ..scheduler.errors import SchedulerError
 from .logs import agent_router as logs_router
 from .problems import invalid_field
-from .services import Services, now, read_body, services_of
+from .services import SEQ_MAX, Services, now, read_body, services_of
 
 router = APIRouter(tags=["agents"])
 router.include_router(logs_router)
@@ -70,7 +70,7 @@ async def reports(request: Request) -> Response:
 async def orders(
     request: Request,
     node_id: str,
-    after: Annotated[int, Query(ge=0, description="The last order that the agent has written down")] = 0,
+    after: Annotated[int, Query(ge=0, le=SEQ_MAX, description="The last order that the agent has written down")] = 0,
 ) -> Response:
     services = services_of(request)
     # Before the first byte, so that an unknown node or a stale registration is a problem with a status.

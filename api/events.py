@@ -13,7 +13,7 @@ from sse_starlette.sse import EventSourceResponse
 from ..scheduler.errors import DatabaseUnavailable
 from . import schemas, views
 from .problems import Problem, invalid_field
-from .services import PAGE_MAX, Services, services_of
+from .services import PAGE_MAX, SEQ_MAX, Services, services_of
 
 router = APIRouter(tags=["history"])
 
@@ -29,7 +29,9 @@ _IDLE_SECONDS_MAX: Final = 3600.0  # looked at again by then, even if nothing wa
 )
 async def events(
     request: Request,
-    since: Annotated[int | None, Query(ge=0, description="The last sequence number that was seen; 0: all")] = None,
+    since: Annotated[
+        int | None, Query(ge=0, le=SEQ_MAX, description="The last sequence number that was seen; 0: all")
+    ] = None,
     type: Annotated[list[str] | None, Query(description="Only these types")] = None,
     follow: bool = True,
     limit: Annotated[int, Query(ge=1, le=PAGE_MAX, description="Of a page")] = _BATCH,

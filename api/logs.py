@@ -21,7 +21,7 @@ from ..scheduler.model import AttemptRow, JobRow
 from .middleware import StreamCut
 from .problems import Problem, invalid_field
 from .relays import AgentSilent, Part, Relay, RelayClosed, Relays
-from .services import Services, now, services_of
+from .services import SEQ_MAX, Services, now, services_of
 
 router = APIRouter(tags=["jobs"])
 agent_router = APIRouter(tags=["agents"])
@@ -50,7 +50,7 @@ async def job_logs(
     request: Request,
     job_id: str,
     stream: Literal["stdout", "stderr"] = "stdout",
-    offset: Annotated[int, Query(ge=0, description="The first byte wanted")] = 0,
+    offset: Annotated[int, Query(ge=0, le=SEQ_MAX, description="The first byte wanted")] = 0,
     follow: Annotated[bool, Query(description="Wait for the job to start, and go on to its end")] = False,
     attempt: Annotated[int | None, Query(ge=1, description="By default the newest that was started")] = None,
     after_attempt: Annotated[int | None, Query(ge=1, description="The first that was started after this one")] = None,
@@ -86,6 +86,8 @@ async def _first_part(services: Services, relay: Relay, row: AttemptRow) -> Part
         ) from None
     if part is None:
         raise Problem("shutting_down", "try again in a moment", headers={"Retry-After": "2"})
+    if part.problem == "busy":
+        raise Problem("too_many_streams", f"node {row.node_id} is sending many logs", headers={"Retry-After": "5"})
     if part.problem is not None:
         raise Problem("log_expired", f"node {row.node_id} no longer keeps this log ({part.problem})")
     return part

@@ -26,11 +26,13 @@ class AgentSilent(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RelayTimes:
-    """Bounds in seconds: until the agent's first bytes, between bytes, and how long a client may not read."""
+    """Bounds in seconds: until the agent's first POST, between signs of it, and how long a client may not read.
+
+    An agent that follows a silent log says so every few seconds by an empty POST.
+    """
 
     answer_seconds_max: float = 10.0
     silence_seconds_max: float = 30.0
-    follow_silence_seconds_max: float = 900.0
     stalled_seconds_max: float = 60.0
 
 
@@ -68,8 +70,10 @@ class Relay:
         """The head of a POST. A gap in the middle of the stream is told in the text, since headers are long sent."""
         if not self._first.done():
             self._first.set_result(part)
-        elif part.gap_bytes:
+            return
+        if part.gap_bytes:
             self._append(f"\n[lull: {part.gap_bytes} bytes of this log were not kept]\n".encode())
+        self._changed.set()
 
     async def put(self, chunk: bytes) -> None:
         """Queues ``chunk`` once there is room; raises RelayClosed when the client has gone or does not read."""
@@ -117,7 +121,7 @@ class Relay:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The bytes until the end; raises AgentSilent when the stream breaks off or falls silent."""
-        bound = self._times.follow_silence_seconds_max if self.follow else self._times.silence_seconds_max
+        bound = self._times.silence_seconds_max
         while True:
             while self._chunks:
                 chunk = self._chunks.popleft()
@@ -132,7 +136,7 @@ class Relay:
             try:
                 await asyncio.wait_for(self._changed.wait(), bound)
             except TimeoutError:
-                raise AgentSilent(f"no bytes came for {bound:g} s") from None
+                raise AgentSilent(f"no sign came for {bound:g} s") from None
 
     def close(self) -> None:
         self.closed.set()

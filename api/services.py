@@ -15,6 +15,7 @@ from .relays import Relays, RelayTimes
 from .topics import Topics
 
 PAGE_MAX: Final = 1000
+SEQ_MAX: Final = 2**62  # what a database's integer holds, and to spare
 Body = TypeVar("Body", bound=BaseModel)
 
 

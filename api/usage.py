@@ -23,8 +23,11 @@ async def usage(
     until: Annotated[datetime | None, Query(description="ISO 8601; now by default")] = None,
     device: Annotated[str | None, Query(description="A device's id; all devices by default")] = None,
 ) -> schemas.UsageList:
-    ends = views.time_of(now()) if until is None else schemas.as_utc(until)
-    begins = ends - timedelta(days=1) if since is None else schemas.as_utc(since)
+    try:
+        ends = views.time_of(now()) if until is None else schemas.as_utc(until)
+        begins = ends - timedelta(days=1) if since is None else schemas.as_utc(since)
+    except OverflowError:  # within a day of the first or last moment that a date can name
+        raise invalid_field("since", "since and until must be dates of our time") from None
     if begins >= ends:
         raise invalid_field("since", "must be before until")
     if ends - begins > RANGE_MAX:

@@ -96,7 +96,7 @@ class WireNode:
     @contextlib.asynccontextmanager
     async def orders(self) -> AsyncIterator[AsyncIterator[str]]:
         """The open order stream, line by line."""
-        params = {"node_id": self.node_id, "after": self.after}
+        params: dict[str, str | int] = {"node_id": self.node_id, "after": self.after}
         async with self.http.stream("GET", "/agent/orders", params=params) as response:
             if response.status_code != 200:
                 await response.aread()
@@ -147,7 +147,7 @@ class WireNode:
             device_ids=devices,
             engine_ids=(),
             need_bytes=GIB,
-            room_bytes={self.device_id(0): 2 * GIB},
+            room_bytes={devices[0]: 2 * GIB},
             restore_by_seconds=None,
             places=(actions.Place(JobId(job_id), attempt_no, devices, GIB),),
         )

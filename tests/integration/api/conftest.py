@@ -26,9 +26,7 @@ TIMES = StreamTimes(
     keep_alive=0.1,
     heartbeat=0.1,
     long_poll=0.3,
-    relay=RelayTimes(
-        answer_seconds_max=0.5, silence_seconds_max=0.5, follow_silence_seconds_max=5, stalled_seconds_max=5
-    ),
+    relay=RelayTimes(answer_seconds_max=1, silence_seconds_max=1, stalled_seconds_max=5),
 )
 
 

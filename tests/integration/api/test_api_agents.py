@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -15,11 +16,11 @@ from tests.waiting import wait_until_async
 from tests.wire_node import JSON, WireNode, order_of
 
 
-async def _next(lines: object) -> str:
-    return await asyncio.wait_for(anext(lines), 5)  # type: ignore[call-overload,no-any-return]
+async def _next(lines: AsyncIterator[str]) -> str:
+    return await asyncio.wait_for(anext(lines), 5)
 
 
-async def _next_order(lines: object) -> str:
+async def _next_order(lines: AsyncIterator[str]) -> str:
     while True:
         line = await _next(lines)
         if line != '{"seq":0}':
@@ -149,6 +150,6 @@ async def test_many_orders_come_in_order(live: httpx.AsyncClient, store: Store, 
         assert [order_of(await _next_order(lines)).seq for _ in wanted] == wanted
 
 
-async def _exhaust(lines: object) -> None:
-    async for _ in lines:  # type: ignore[attr-defined]
+async def _exhaust(lines: AsyncIterator[str]) -> None:
+    async for _ in lines:
         pass

@@ -57,11 +57,19 @@ async def test_usage_is_exact_and_its_range_is_checked(http: httpx.AsyncClient, 
         ({"since": day["until"], "until": day["since"]}, "since"),
         ({"since": "2020-01-01T00:00:00Z"}, "at most 31 days"),
         ({"since": "9" * 400}, "since"),
+        ({"since": "0001-01-01T00:00:00+23:59"}, "since"),
+        ({"until": "0001-01-01T00:00:00Z"}, "since"),
     ]
     for params, says in wrong:
         answer = await http.get("/usage", params=params)
         assert answer.status_code == 422, params
         assert says in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("path", ["/events?since=9", "/agent/orders?node_id=n&after=9"])
+async def test_a_number_beyond_the_databases_is_refused(http: httpx.AsyncClient, path: str) -> None:
+    answer = await http.get(path + "9" * 19)
+    assert answer.status_code == 422
 
 
 async def test_pages_of_events(http: httpx.AsyncClient) -> None:

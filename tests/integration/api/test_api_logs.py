@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
 
 import httpx
@@ -36,9 +36,9 @@ class LogNode:
                     return envelope.order
         raise AssertionError("the order stream ended")
 
-    async def post(self, request_id: str, body: object, **headers: str) -> httpx.Response:
+    async def post(self, request_id: str, body: bytes | AsyncIterable[bytes], **headers: str) -> httpx.Response:
         named = {f"Lull-Log-{name.capitalize()}": value for name, value in headers.items()}
-        return await self.node.http.post(f"/agent/logs/{request_id}", content=body, headers=named)  # type: ignore[arg-type]
+        return await self.node.http.post(f"/agent/logs/{request_id}", content=body, headers=named)
 
 
 @pytest.fixture
@@ -183,12 +183,17 @@ async def test_an_empty_log_that_nobody_follows_ends(live: httpx.AsyncClient, lo
     assert (await asyncio.wait_for(reading, 5)).content == b""
 
 
-async def test_a_log_that_is_no_longer_kept_is_410(live: httpx.AsyncClient, logs: LogNode) -> None:
+@pytest.mark.parametrize(
+    ("said", "status", "code"), [("log_expired", 410, "log_expired"), ("busy", 429, "too_many_streams")]
+)
+async def test_what_the_agent_cannot_send_is_a_problem(
+    live: httpx.AsyncClient, logs: LogNode, said: str, status: int, code: str
+) -> None:
     reading = asyncio.create_task(live.get(f"/jobs/{logs.job_id}/logs"))
     order = await logs.fetch_order()
-    assert (await logs.post(order.request_id, b"", problem="log_expired")).status_code == 204
+    assert (await logs.post(order.request_id, b"", problem=said)).status_code == 204
     answer = await asyncio.wait_for(reading, 5)
-    assert (answer.status_code, answer.json()["code"]) == (410, "log_expired")
+    assert (answer.status_code, answer.json()["code"]) == (status, code)
 
 
 async def test_an_agents_headers_are_checked(live: httpx.AsyncClient, logs: LogNode) -> None:

@@ -19,7 +19,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lull.agents.protocol.wire import FetchLog, ReportBatch
+from lull.agents.protocol.wire import FetchLog, OpenLoan, RecallLoan, ReportBatch
 from lull.api import Client, ServerUnreachable
 from lull.cli.server import server as server_command
 from tests.waiting import wait_until
@@ -189,7 +189,7 @@ def test_an_agent_registers_reports_and_sends_a_log(start: Start) -> None:
         with http.stream("GET", "/agent/orders", params={"node_id": "n", "after": after}) as stream:
             orders = (envelope.order for envelope in map(order_of, stream.iter_lines()) if envelope.order is not None)
             loan = next(orders)
-            assert loan.kind == "open_loan"
+            assert isinstance(loan, OpenLoan)
             attempt = loan.attempts[0]
             assert (attempt.job_id, attempt.argv) == (job.id, ["true"])
             named = {"attempt_id": attempt.attempt_id, "job_id": job.id, "loan_id": loan.loan_id}
@@ -207,7 +207,8 @@ def test_an_agent_registers_reports_and_sends_a_log(start: Start) -> None:
                 report(kind="attempt_changed", state="ended", end="exited", exit_code=0, ended_at=time.time(), **named)
                 out, _ = reader.communicate(timeout=20)
             assert out == b"hello world\n"
-            assert next(order for order in orders if order.kind == "recall_loan").loan_id == loan.loan_id
+            recall = next(order for order in orders if isinstance(order, RecallLoan))
+            assert recall.loan_id == loan.loan_id
         ended = client.wait(job.id, 10)
         assert (ended.state, ended.exit_code) == ("succeeded", 0)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -9,9 +10,7 @@ from lull.api.relays import BUFFER_BYTES_MAX, AgentSilent, Part, Relay, RelayClo
 from lull.api.topics import Topics
 from tests.waiting import wait_until_async
 
-QUICK = RelayTimes(
-    answer_seconds_max=0.05, silence_seconds_max=0.05, follow_silence_seconds_max=5, stalled_seconds_max=0.05
-)
+QUICK = RelayTimes(answer_seconds_max=0.05, silence_seconds_max=0.05, stalled_seconds_max=0.05)
 
 
 async def _all(relay: Relay) -> bytes:
@@ -93,8 +92,24 @@ async def test_an_agent_that_never_comes_and_one_that_falls_silent() -> None:
     with pytest.raises(AgentSilent, match="nothing came within"):
         await relay.first_part(asyncio.Event())
     relay.begin(Part(0, 0, False))
-    with pytest.raises(AgentSilent, match="no bytes came for"):
+    with pytest.raises(AgentSilent, match="no sign came for"):
         await _all(relay)
+
+
+async def test_an_empty_post_is_a_sign_of_life() -> None:
+    relay = Relay("n", True, RelayTimes(silence_seconds_max=0.5))
+    relay.begin(Part(0, 0, False))
+    reading = asyncio.create_task(_all(relay))
+    begun = time.monotonic()
+
+    async def signs() -> bool:
+        relay.begin(Part(0, 0, False))
+        return time.monotonic() - begun > 1
+
+    await wait_until_async(signs, 5, "twice the bound to pass")
+    await relay.put(b"late")
+    relay.end()
+    assert await reading == b"late"
 
 
 async def test_a_broken_connection_ends_the_stream_after_what_came() -> None:
