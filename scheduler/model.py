@@ -53,8 +53,7 @@ class Device:
     index: int
     capacity_bytes: int
     free_bytes: int
-    job_bytes: int = 0  # held by processes of attempts, as last observed
-    foreign_bytes: int = 0
+    foreign_bytes: int = 0  # held by processes that are neither an engine's nor a job's
     quarantined: bool = False
 
 

@@ -83,17 +83,14 @@ def _nodes(conn: Connection) -> Iterable[Node]:
 
 def _devices(conn: Connection) -> Iterable[Device]:
     for row in conn.execute(_DEVICES).mappings():
-        held = {"engine": 0, "job": 0, "foreign": 0}
-        for process in row["processes"]:
-            held[process["owner"]] += process["bytes"]
+        foreign = sum(process["bytes"] for process in row["processes"] if process["owner"] == "foreign")
         yield Device(
             id=DeviceId(row["id"]),
             node_id=NodeId(row["node_id"]),
             index=row["position"],
             capacity_bytes=row["capacity_bytes"],
             free_bytes=row["free_bytes"],
-            job_bytes=held["job"],
-            foreign_bytes=held["foreign"],
+            foreign_bytes=foreign,
             quarantined=row["quarantined"] is not None,
         )
 

@@ -133,7 +133,7 @@ def shuffled(snapshot: Snapshot, rng: random.Random) -> Snapshot:
 
 
 @given(snapshots(), st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_order_of_rows_does_not_matter(snapshot: Snapshot, rng: random.Random) -> None:
     first = decide(snapshot, NOW)
     assert decide(snapshot, NOW) == first
@@ -141,7 +141,7 @@ def test_the_order_of_rows_does_not_matter(snapshot: Snapshot, rng: random.Rando
 
 
 @given(snapshots())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_nothing_is_given_twice(snapshot: Snapshot) -> None:
     actions = decide(snapshot, NOW)
     devices = {device.id: device for device in snapshot.devices}
@@ -207,7 +207,7 @@ def _check_rooms(snapshot: Snapshot, starts: list[StartAttempt]) -> None:
 
 
 @given(snapshots())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_job_is_placed_or_says_why_and_recalls_disturb_nobody(snapshot: Snapshot) -> None:
     actions = decide(snapshot, NOW)
     explained = {action.job_id: action.reasons for action in actions if isinstance(action, SetReasons)}
