@@ -24,11 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import httpx
 import psutil
 
-from ..api.auth import read_token
-from ..api.client import Client
+from ..api.auth import TokenFileError, read_token
+from ..api.client import Client, ClientError
 from .proc_facts import device_memory
 
 T = TypeVar("T")
@@ -151,10 +150,10 @@ class Box:
 
     def _server_answers(self) -> bool:
         try:
-            answered = httpx.get(f"{self.server_url}/readyz", timeout=2.0, trust_env=False).status_code == 200
-        except httpx.TransportError:
+            with self.client() as client:
+                return bool(client.version().version)
+        except (TokenFileError, ClientError):
             return False
-        return answered and self.token_file.exists()
 
     def _engine_states(self) -> str:
         with self.client() as client:

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
-import httpx
 import platformdirs
 import typer
 
 from ..agents.processes import identity, is_same, send_signal
 from ..agents.protocol.wire import ProcessIdentity
+from ..api.auth import TokenFileError, read_token
+from ..api.client import Client, ClientError
 from .context import Target, config_path, write_context
 from .exits import ExitCode, fail, reported
 from .quantities import parse_duration
@@ -125,12 +126,13 @@ def _watched(paths: UpPaths, url: str, server: Child, agent: Child) -> Children:
 
 def _await_server(children: Children, server: Child, stop: StopSignal, url: str, paths: UpPaths) -> None:
     def answers() -> bool:
+        # With our token: another server may hold the port.
         try:
-            return httpx.get(f"{url}/readyz", timeout=1.0, trust_env=False).is_success and paths.token_file.exists()
-        except httpx.TransportError:
+            with Client(url, read_token(paths.token_file), timeout_seconds=2.0) as client:
+                return bool(client.version().version)
+        except (TokenFileError, ClientError):
             return False
 
-    # Asked by the process that runs, not by whoever else may hold the port: a child that ended ends the wait.
     came_up = children.watch(stop, until=answers, seconds=SERVER_START_SECONDS_MAX) or stop.requested
     if came_up and server.reap() is None:
         return
