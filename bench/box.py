@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 # Safe path: the working directory must not lend its folders to the child's imports.
 LULL: Final = (sys.executable, "-P", "-m", "lull.cli")
-SOCKET_PATH_CHARACTERS_MAX: Final = 40  # of the directory: socket names below it have to fit into 107 bytes
+DIRECTORY_BYTES_MAX: Final = 80  # a socket's name below it has to fit into 107 bytes
 END_SECONDS_MAX: Final = 15.0
 LOG_TAIL_BYTES: Final = 4096
 _POLL_SECONDS: Final = 0.1
@@ -301,7 +301,7 @@ def become_reaper() -> None:
 
 def _short_directory() -> Path:
     for parent in (tempfile.gettempdir(), "/tmp"):
-        if len(parent) + len("/lull-xxxxxxxx") <= SOCKET_PATH_CHARACTERS_MAX:
+        if len(os.fsencode(parent)) + len("/lull-xxxxxxxx") <= DIRECTORY_BYTES_MAX:
             return Path(tempfile.mkdtemp(prefix="lull-", dir=parent))
     raise BoxError(f"{tempfile.gettempdir()} is too long a path for Unix sockets; set TMPDIR to a shorter one")
 
