@@ -9,6 +9,7 @@ import httpx
 import structlog
 
 from .attempt_run import attempt_path
+from .attempts import AttemptError
 from .job_logs import LogChunk, read_log
 from .node import Node
 from .protocol.wire import FetchLog
@@ -40,7 +41,7 @@ class LogSender:
                 await self._send(order)
             else:
                 await self._problem(order, problem)
-        except (httpx.HTTPError, OSError) as error:
+        except (httpx.HTTPError, OSError, AttemptError) as error:
             log.info("a log was not sent to its end", attempt=order.attempt_id, error=str(error))
 
     async def _send(self, order: FetchLog) -> None:

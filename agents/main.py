@@ -12,6 +12,7 @@ from typing import Any, Final
 import structlog
 
 from .errors import AgentError
+from .gateway.launch import GatewayNotStarted
 from .processes import is_same, send_signal, wait_exited
 from .protocol.config_file import ConfigFileError, load_toml
 from .protocol.wire import ProcessIdentity
@@ -38,7 +39,7 @@ def run_agent(config: Path, given: dict[str, Any], *, stop: bool) -> int:
             return 0
         with asyncio.Runner(loop_factory=_new_loop()) as runner:
             runner.run(_run(settings, stop=stop))
-    except (ConfigFileError, AgentError) as error:
+    except (ConfigFileError, AgentError, GatewayNotStarted) as error:
         sys.stderr.write(f"lull agent: {error}\n")
         return 1
     return 0

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import itertools
 import json
+import random
 import secrets
 import signal
 import socket
@@ -35,9 +36,15 @@ MIB = 1 << 20
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing uses now, below those that the kernel gives to outgoing connections meanwhile."""
+    while True:
+        port = random.randrange(15000, 30000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 @dataclass
