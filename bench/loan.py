@@ -16,11 +16,9 @@ from .loan_parts import PARTS, own_seconds, part_seconds, stamps_of
 
 if TYPE_CHECKING:
     from ..api.client import Client
-    from ..api.schemas import Loan
 
 TARGET_SECONDS: Final = 0.1
 ENGINE: Final = "alpha"
-ENDED: Final = frozenset({"succeeded", "failed", "cancelled", "timed_out"})
 _MIB: Final = 1 << 20
 
 
@@ -44,25 +42,23 @@ def run(
 
 
 def _one_loan(box: Box, client: Client, need_bytes: int, deadline: float) -> list[dict[str, Any]]:
-    job_id = client.submit(["/bin/true"], name="bench", hbm_bytes=need_bytes).id
-    seen: list[str] = []
-    found: list[Loan] = []
+    # A long poll, not a busy one: what is measured runs on the same processors.
+    submitted = client.submit(["/bin/true"], name="bench", hbm_bytes=need_bytes)
+    job = client.wait(submitted.id, max(0.0, deadline - time.monotonic()))
+    loan_id = job.attempts[-1].loan_id if job.attempts else None
+    if job.state != "succeeded" or loan_id is None:
+        raise BoxError(f"job {job.id} {job.state}: {job.failure_reason or 'it had no loan'}")
+    loan = client.loan(loan_id)
 
-    def over() -> bool:
-        job = client.job(job_id)
-        loan_id = job.loan_id or next((attempt.loan_id for attempt in job.attempts if attempt.loan_id), None)
-        loan = client.loan(loan_id) if loan_id else None
-        seen[:] = [f"job {job.state}, loan {loan.state if loan else 'not opened'}"]
-        if loan is None or job.state not in ENDED or loan.state != "closed":
-            return False
-        if job.state != "succeeded" or loan.reason is not None:
-            why = loan.reason.sentence if loan.reason else job.failure_reason
-            raise BoxError(f"job {job_id} {job.state}, loan {loan.id}: {why}")
-        found.append(loan)
-        return True
+    def closed() -> bool:
+        nonlocal loan
+        loan = client.loan(loan_id)
+        return loan.state == "closed"
 
-    box.wait_for(over, deadline - time.monotonic(), "the end of a loan", lambda: "".join(seen))
-    return [step.model_dump(mode="json") for step in found[0].steps]
+    box.wait_for(closed, deadline - time.monotonic(), "the end of a loan", lambda: f"loan {loan.state}")
+    if loan.reason is not None:
+        raise BoxError(f"loan {loan.id} did not go as planned: {loan.reason.sentence}")
+    return [step.model_dump(mode="json") for step in loan.steps]
 
 
 def document_of(measured: Sequence[Mapping[str, float]], weights_bytes: int) -> dict[str, Any]:

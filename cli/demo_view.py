@@ -35,6 +35,7 @@ def phase_times(loan: Loan | None) -> dict[str, tuple[float | None, float | None
         return {name: (None, None) for name, _, _ in PHASES}
     first = min(step.monotonic_seconds for step in loan.steps)
     at = {str(step.step): step.monotonic_seconds - first for step in loan.steps}
+    at.setdefault("accepted", 0.0)
     return {name: (at.get(start), at.get(end)) for name, start, end in PHASES}
 
 
