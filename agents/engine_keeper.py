@@ -126,6 +126,7 @@ class EngineKeeper(EngineHand):
             await asyncio.sleep(POLL_SECONDS_MAX)
             seen = await self.adapter.observe()
         if seen.state is not EngineState.RUNNING:
+            self.state, self.verified = seen.state, False
             self.node.alert(
                 "critical",
                 "engine_not_running",

@@ -26,6 +26,7 @@ import httpx
 from lull.agents.daemon import Daemon
 from lull.agents.engine_keeper import EngineKeeper
 from lull.agents.gates.gateway import GatewayGate
+from lull.agents.job_logs import read_log
 from lull.agents.processes import find_by_environ, identity, send_signal, wait_exited
 from lull.agents.protocol.loans import LoanState, LoanStep
 from lull.agents.protocol.wire import AttemptSpec, GateState, OpenLoan, OrderEnvelope
@@ -254,6 +255,13 @@ class AgentNode:
     def steps(self, loan_id: str = "loan-1") -> list[LoanStep]:
         assert self.daemon is not None
         return [row.step for row in self.daemon.journal.steps(loan_id)]
+
+    def log_of(self, attempt_id: str) -> bytes:
+        """What the attempt wrote to stdout so far."""
+        try:
+            return read_log(self.root / "agent" / "attempts" / attempt_id, "stdout", 0).data
+        except FileNotFoundError:
+            return b""
 
     def last_reason(self, loan_id: str = "loan-1") -> dict[str, Any] | None:
         reasons = [one["reason"] for one in self.reports("loan_changed") if one["loan_id"] == loan_id]

@@ -62,12 +62,6 @@ IGNORES_TERM = (
 WAITS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 
 
-def log_of(root: Path, attempt_id: str) -> bytes:
-    from lull.agents.job_logs import read_log
-
-    return read_log(root / "agent" / "attempts" / attempt_id, "stdout", 0).data
-
-
 @pytest.mark.parametrize("mode", ["CPU", "PINNED"])
 async def test_a_job_runs_in_the_engine_s_memory_and_the_engine_comes_back(tmp_path: Path, mode: str) -> None:
     policy = {"restore_modes": {"model_weights": mode, "kv_cache": "NONE"}}
@@ -82,8 +76,8 @@ async def test_a_job_runs_in_the_engine_s_memory_and_the_engine_comes_back(tmp_p
         assert node.steps() == STEPS
         end = node.attempt_end(job.attempt_id)
         assert end is not None
-        assert (end["end"], end["exit_code"]) == ("exited", 0), log_of(tmp_path, job.attempt_id)
-        assert log_of(tmp_path, job.attempt_id) == b"4194304\n"
+        assert (end["end"], end["exit_code"]) == ("exited", 0), node.log_of(job.attempt_id)
+        assert node.log_of(job.attempt_id) == b"4194304\n"
         after = await node.ask()
         assert after.json()["choices"] == before.json()["choices"]
         assert [line for line in node.witness() if line["state"] != "running"] == []
@@ -93,7 +87,7 @@ async def test_requests_are_held_over_a_loan_and_none_fails(tmp_path: Path) -> N
     async with agent_node(tmp_path) as node:
         job = node.job(WAITS)
         await node.open_loan(job)
-        await node.until(lambda: log_of(tmp_path, job.attempt_id) == b"up\n", "the job runs")
+        await node.until(lambda: node.log_of(job.attempt_id) == b"up\n", "the job runs")
         held = [asyncio.create_task(node.ask()) for _ in range(3)]
         route = node.keeper()
 
@@ -114,7 +108,7 @@ async def test_refused_requests_are_503_with_retry_after(tmp_path: Path) -> None
     async with agent_node(tmp_path, EngineUnderTest(policy={"gate": "refuse"})) as node:
         job = node.job(WAITS)
         await node.open_loan(job)
-        await node.until(lambda: log_of(tmp_path, job.attempt_id) == b"up\n", "the job runs")
+        await node.until(lambda: node.log_of(job.attempt_id) == b"up\n", "the job runs")
         reply = await node.ask()
         assert reply.status_code == 503
         assert int(reply.headers["retry-after"]) > 0
@@ -143,7 +137,7 @@ async def test_an_engine_that_keeps_its_memory_is_resumed_and_no_job_starts(tmp_
         (short,) = reason["data"]["devices"].values()
         assert short["free_bytes"] < short["need_bytes"] == 4 * MIB
         assert (await node.ask()).status_code == 200
-        assert log_of(tmp_path, job.attempt_id) == b""
+        assert node.log_of(job.attempt_id) == b""
 
 
 @pytest.mark.parametrize("fault", ["lose-weights", "overwrite-block", "wrong-after-wake"])
@@ -152,6 +146,7 @@ async def test_garbage_after_a_wake_never_gets_traffic(tmp_path: Path, fault: st
         before = (await node.ask()).json()["choices"]
         first = node.keeper().incarnation
         await node.open_loan(node.job(["true"]))
+        await node.until(lambda: LoanStep.GATE_CLOSED in node.steps(), "the gate is closed")
         held = asyncio.create_task(node.ask())
         await node.until_closed()
         assert node.states()[-3:] == ["verifying", "faulted", "closed"]
@@ -199,7 +194,7 @@ async def test_an_engine_killed_while_the_job_runs_comes_back_by_policy(tmp_path
             [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read(); import time; time.sleep(60)"]
         )
         await node.open_loan(job)
-        await node.until(lambda: log_of(tmp_path, job.attempt_id) == b"up\n", "the job runs")
+        await node.until(lambda: node.log_of(job.attempt_id) == b"up\n", "the job runs")
         process = node.keeper().process_identity
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
@@ -317,7 +312,7 @@ async def test_restore_by_ends_the_job_as_preempted(tmp_path: Path) -> None:
     async with agent_node(tmp_path) as node:
         job = node.job(WAITS)
         await node.open_loan(job)
-        await node.until(lambda: log_of(tmp_path, job.attempt_id) == b"up\n", "the job runs")
+        await node.until(lambda: node.log_of(job.attempt_id) == b"up\n", "the job runs")
         await node.order(SetRestoreBy(loan_id="loan-1", restore_by_seconds=0.3))
         await node.until_closed()
         end = node.attempt_end(job.attempt_id)
@@ -370,7 +365,7 @@ async def test_several_jobs_run_under_one_park(tmp_path: Path) -> None:
         beside = [node.job(WAITS, hbm_bytes=2 * MIB), node.job(WAITS, hbm_bytes=2 * MIB)]
         await node.open_loan(*beside)
         for job in beside:
-            await node.until(lambda job=job: log_of(tmp_path, job.attempt_id) == b"up\n", "both run at once")
+            await node.until(lambda job=job: node.log_of(job.attempt_id) == b"up\n", "both run at once")
         later = node.job([sys.executable, "-c", "print('later')"])
         await node.order(StartAttempt(loan_id="loan-1", attempt=later))
         await node.until(lambda: node.attempt_end(later.attempt_id), "a third one ran in the same loan")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lull.agents.job_logs import read_log
 from lull.agents.protocol.loans import LoanState, LoanStep
 from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import EngineState, GateState, RestartEngine, SetPolicy, StopAttempt
@@ -26,10 +25,6 @@ raise SystemExit(3)
 """
 
 
-def log_of(root: Path, attempt_id: str) -> bytes:
-    return read_log(root / "agent" / "attempts" / attempt_id, "stdout", 0).data
-
-
 async def test_a_killed_agent_s_job_goes_on_and_is_adopted(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -38,7 +33,7 @@ async def test_a_killed_agent_s_job_goes_on_and_is_adopted(tmp_path: Path) -> No
         engine = node.keeper().incarnation
         job = node.job([sys.executable, "-c", TELLS, str(pipe)])
         await node.open_loan(job)
-        await node.until(lambda: log_of(tmp_path, job.attempt_id) == b"up\n", "the job runs")
+        await node.until(lambda: node.log_of(job.attempt_id) == b"up\n", "the job runs")
         await node.crash()
         # With no agent in sight the job ends.
         pipe.write_text("")
@@ -50,7 +45,7 @@ async def test_a_killed_agent_s_job_goes_on_and_is_adopted(tmp_path: Path) -> No
         end = node.attempt_end(job.attempt_id)
         assert end is not None
         assert (end["end"], end["exit_code"]) == ("exited", 3)
-        assert log_of(tmp_path, job.attempt_id) == b"up\ndown\n"
+        assert node.log_of(job.attempt_id) == b"up\ndown\n"
         assert node.steps().count(LoanStep.SPAWN_INTENT) == 1
         assert node.steps().count(LoanStep.PARK_SENT) == 1
         assert node.keeper().incarnation == engine
