@@ -139,7 +139,7 @@ class AttemptRun:
         if self._stop is not None:
             reason = Reason(code="Stopped", sentence="stopped before it was started")
             return AttemptOutcome(end=AttemptEnd.NOT_STARTED, ended_at=time.time(), reason=reason)
-        return await AttemptProcess.launch(self.directory, self._runner_spec())
+        return await AttemptProcess.launch(self.directory, self._runner_spec(), spares=self.node.spares)
 
     def _runner_spec(self) -> RunnerSpec:
         settings, spec = self.node.settings, self.spec

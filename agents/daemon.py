@@ -135,6 +135,7 @@ class Daemon:
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             await self.upstream.aclose()
+            self.node.spares.close()
             record.unlink(missing_ok=True)
             self.journal.close()
             self._lock.release()
@@ -161,6 +162,7 @@ class Daemon:
         self._spawn("occupancy", self._report_occupancy())
         self._spawn("forget", self._forget_old())
         self._spawn("upstream", self.upstream.run())
+        self.node.spares.start()
 
     def _spawn(self, name: str, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)

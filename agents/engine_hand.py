@@ -168,12 +168,15 @@ class EngineHand:
 
     # ---- room, wake -------------------------------------------------------------------------------------------
 
-    async def prove_room(self, step: StepSink) -> None:
-        """Waits, without bound and with an alert, until every device has what the engine takes back (S5)."""
+    async def prove_room(self, step: StepSink, facts: dict[str, DeviceFacts] | None = None) -> None:
+        """Waits, without bound and with an alert, until every device has what the engine takes back (S5).
+
+        ``facts``: a look that was taken just now.
+        """
         loop = asyncio.get_running_loop()
         began, alerted = loop.time(), False
         while True:
-            facts = await self.node.look()
+            facts = facts or await self.node.look()
             lack = self._lacking(facts)
             if not lack:
                 step(LoanStep.ROOM_PROVED, {"free_bytes": {key: facts[key].free_bytes for key in self.device_ids}})
@@ -188,6 +191,7 @@ class EngineHand:
                     data=lack,
                 )
             await asyncio.sleep(min(POLL_SECONDS_MAX, self.node.settings.settle_poll_seconds))
+            facts = None
 
     def _lacking(self, facts: dict[str, DeviceFacts]) -> dict[str, Any]:
         own = self.bytes_on(facts)
@@ -207,11 +211,15 @@ class EngineHand:
     ) -> None:
         """Parked to running, with its bytes back: one resume call per proof of room. Raises EngineLost."""
         policy = policy or self.policy
-        seen = await self.settled_state(policy.resume_seconds_max, "")
+        facts: dict[str, DeviceFacts] | None
+        facts, seen = await asyncio.gather(self.node.look(), self.adapter.observe())
+        if seen.state not in (EngineState.RUNNING, EngineState.PARKED):
+            facts, seen = None, await self.settled_state(policy.resume_seconds_max, "")
         back_off = 0.5
         while seen.state is not EngineState.RUNNING:
             said = ""
-            await self.prove_room(step)
+            await self.prove_room(step, facts)
+            facts = None
             step(LoanStep.RESUME_SENT, {})
             self.set_state(EngineState.WAKING)
             try:

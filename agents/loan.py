@@ -22,6 +22,7 @@ from .engine_hand import StepSink
 from .engine_keeper import EngineKeeper
 from .journal import LoanRow, boottime
 from .node import Node
+from .probe import DeviceFacts
 from .protocol.loans import LoanEvent, LoanState, LoanStep, advance
 from .protocol.policy import EnginePolicy
 from .protocol.wire import AttemptEnd, AttemptSpec, HeldLoan, LoanChanged, Reason
@@ -60,6 +61,7 @@ class Loan:
         self._recalled = asyncio.Event()
         self.recall_reason = row.recalled
         self.idle_recall = False
+        self._settled: tuple[float, dict[str, DeviceFacts]] | None = None
         if row.recalled is not None:
             self._recalled.set()
         for spec, stop in node.journal.live_attempts(self.loan_id):
@@ -88,6 +90,16 @@ class Loan:
     @property
     def live_attempts(self) -> list[AttemptRun]:
         return [run for run in self.attempts.values() if not run.over]
+
+    def settled(self, facts: dict[str, DeviceFacts]) -> None:
+        self._settled = (boottime(), facts)
+
+    @property
+    def settled_facts(self) -> dict[str, DeviceFacts] | None:
+        """The last sample of settling, as long as it is as good as a new one; nothing was spawned since."""
+        if self._settled is None or boottime() - self._settled[0] > self.node.settings.settle_poll_seconds:
+            return None
+        return self._settled[1]
 
     # ---- what comes in ----------------------------------------------------------------------------------------
 

@@ -360,6 +360,7 @@ def _settled(loan: Loan, facts: dict[str, DeviceFacts]) -> None:
     if not loan.engines:
         loan.step(LoanStep.SETTLED, data={"free_bytes": free})
     loan.node.host_ram.release(loan.loan_id)  # the backups are there: they show in MemAvailable themselves
+    loan.settled(facts)
     loan.take(LoanEvent.MEMORY_FREE)
 
 

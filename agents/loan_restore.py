@@ -12,7 +12,7 @@ import structlog
 
 from .engine_hand import CanaryFailed, EngineLost
 from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
-from .gates.base import GateError
+from .gates.base import GateError, GateRouteUnknown
 from .protocol.loans import LoanEvent, LoanState
 from .protocol.wire import EngineState, GateState, Reason
 
@@ -75,9 +75,10 @@ async def _open(loan: Loan, engine: EngineKeeper) -> None:
     """Opens the gate, for as long as it takes a gateway that is away to come back."""
     while True:
         try:
-            await engine.ensure_route()
             await engine.open_gate(loan.sink(engine))
             return
+        except GateRouteUnknown:
+            await engine.ensure_route()
         except GateError as error:
             log.warning("the gate does not answer; it is tried again", engine=engine.name, error=str(error))
             await asyncio.sleep(_GATE_SECONDS)

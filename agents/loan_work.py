@@ -68,8 +68,8 @@ async def _until_over(loan: Loan) -> LoanEvent:
 
 async def _check_room(run: AttemptRun) -> None:
     """Right before a spawn: every device still has what the attempt needs, and nobody unknown is there (S4)."""
-    node = run.node
-    facts = await node.look()
+    node, loan = run.node, run.loan
+    facts = loan.settled_facts or await node.look()
     for device_id in run.spec.device_ids:
         free = facts[device_id].free_bytes
         # What others that run here have been promised and not taken yet is not free.

@@ -13,6 +13,7 @@ from .probe import DeviceFacts, HostMemoryProbe, mem_available_bytes
 from .processes import boot_id
 from .protocol.wire import Alert, DeviceObserved, DeviceProcess, Reason
 from .settings import AgentSettings
+from .spare_runners import SpareRunners
 
 
 class HostRam:
@@ -73,6 +74,7 @@ class Node:
         self.boot_id = boot_id()
         self.quarantined: dict[str, Reason] = {}
         self.connected = asyncio.Event()  # set while the scheduler's order stream is up
+        self.spares = SpareRunners()
         self.on_change: Callable[[], None] = lambda: None  # an engine, loan or attempt changed: look at occupancy
         self._probe = HostMemoryProbe({device.device_id: device.capacity_bytes for device in devices})
 

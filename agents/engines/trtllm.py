@@ -20,6 +20,7 @@ import httpx
 from ...vmm.lifecycle import MemoryState
 from ...vmm.signing import new_headers
 from ..errors import EngineAuthRefused, EngineRefused, EngineTimedOut, EngineUnreachable
+from ..loopback import loopback_client
 from ..protocol.policy import CanaryPolicy, EnginePolicy
 from ..protocol.wire import EngineState
 from .base import Answer, Observation
@@ -124,7 +125,7 @@ class TrtllmAdapter:
     ) -> httpx.Response:
         limits = httpx.Timeout(seconds_max, connect=min(_CONNECT_SECONDS, seconds_max))
         try:
-            async with httpx.AsyncClient(timeout=limits, trust_env=False, follow_redirects=False) as client:
+            async with loopback_client(limits) as client:
                 return await client.request(method, self._base_url + path, content=body, headers=headers)
         except httpx.ConnectError as error:
             raise EngineUnreachable(f"{self._base_url}: {error}") from error
