@@ -221,8 +221,8 @@ def _witness_failures(facts: Facts) -> list[str]:
     found: list[str] = []
     for name, counts in facts.witness.items():
         sent = sum(1 for record in facts.records if record.model == name) + facts.asked_count
-        if counts["requests"] != sent:
-            found.append(f"{name} was sent {sent} requests and counted {counts['requests']}")
+        if counts["requests"] != sent or counts["served"] != sent:
+            found.append(f"{name} was sent {sent} requests, counted {counts['requests']} and served {counts['served']}")
         if counts["while_not_running"]:
             found.append(f"{counts['while_not_running']} requests reached {name} while it was not running")
     return found

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import httpx
 
 from ..bench.box import Box, BoxError, EnginePlan, device_uuids
+from ..vmm.reference_engine.witness import read_witness
 from .demo_load import Record, read_records
 from .demo_watch import Sample, Watcher
 
@@ -106,15 +106,14 @@ class Story:
             self._ask_before(watcher)
             self._lend(client, watcher)
             self._until_served_again()
-            load.terminate()
-            load.wait(self._left())
+            self._end_load(load)
             self._ask_after(watcher)
             begun = self.facts.sample_before.at if self.facts.sample_before else 0.0
             self.facts.samples = [sample for sample in watcher.samples if sample.at >= begun]
             if watcher.failed is not None:
                 raise BoxError(f"the watcher of /proc failed: {watcher.failed!r}")
         self.facts.records = read_records(self._load_out)
-        self.facts.witness = {name: read_counts(self.box.witness_path(name)) for name in ENGINE_NAMES}
+        self.facts.witness = {name: asdict(read_witness(self.box.witness_path(name))) for name in ENGINE_NAMES}
         return self.facts
 
     def _left(self) -> float:
@@ -129,7 +128,7 @@ class Story:
         self.facts.devices = device_uuids(self.box)
         return self.box.client()
 
-    def _start_load(self) -> Any:
+    def _start_load(self) -> subprocess.Popen[bytes]:
         self.teller.say("a process of its own sends both engines a steady stream of requests, and never retries one")
         load = self.box.spawn(
             [
@@ -144,6 +143,14 @@ class Story:
             lambda: f"{len(read_records(self._load_out))} requests sent",
         )
         return load
+
+    def _end_load(self, load: subprocess.Popen[bytes]) -> None:
+        """No new requests; those that are on their way get their answers."""
+        load.terminate()
+        try:
+            load.wait(self._left())
+        except subprocess.TimeoutExpired:
+            raise BoxError("the load's last requests were not answered in time") from None
 
     def _answers_since(self, name: str, since: float) -> int:
         records = read_records(self._load_out)
@@ -225,13 +232,3 @@ class Story:
         """Until the engine that was lent has answered a request that was sent after its gate opened."""
         since = time.monotonic()
         self._wait(lambda: self._answers_since(self.facts.lent, since) >= 1, f"an answer of {self.facts.lent}")
-
-
-def read_counts(path: Path) -> dict[str, int]:
-    """What an engine counted by itself, from its witness file."""
-    counts = {"requests": 0, "canaries": 0, "while_not_running": 0}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        entry: dict[str, Any] = json.loads(line)
-        counts["canaries" if entry["kind"] == "canary" else "requests"] += 1
-        counts["while_not_running"] += entry["state"] != "running"
-    return counts

@@ -14,7 +14,9 @@ from typing import Annotated, Final
 import platformdirs
 import typer
 
+from ..agents.main import load_settings
 from ..agents.processes import identity, is_same, send_signal
+from ..agents.protocol.config_file import ConfigFileError
 from ..agents.protocol.wire import ProcessIdentity
 from ..api.auth import TokenFileError, read_token
 from ..api.client import Client, ClientError
@@ -70,6 +72,7 @@ def run_up(paths: UpPaths, config: Path | None, host: str, port: int) -> None:
     paths.make()
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     toml = agent_config(paths, config, url)
+    _check_agent_config(toml)
     with _only_one(paths), StopSignal().installed() as stop:
         end_orphans(read_record(paths))
         paths.stopping.unlink(missing_ok=True)
@@ -98,6 +101,14 @@ def agent_config(paths: UpPaths, config: Path | None, url: str) -> Path:
         paths.agent_toml.write_text(default_agent_toml(paths, url))
         say(f"wrote {paths.agent_toml}: one host-memory device, no engine; add yours there or give --config")
     return paths.agent_toml
+
+
+def _check_agent_config(toml: Path) -> None:
+    """What the agent would refuse is refused here, before anything starts."""
+    try:
+        load_settings(toml, {})
+    except ConfigFileError as error:
+        fail(str(error), ExitCode.USAGE)
 
 
 def _children(paths: UpPaths, toml: Path, url: str, host: str, port: int) -> tuple[Child, Child]:
@@ -136,9 +147,7 @@ def _await_server(children: Children, server: Child, stop: StopSignal, url: str,
     came_up = children.watch(stop, until=answers, seconds=SERVER_START_SECONDS_MAX) or stop.requested
     if came_up and server.reap() is None:
         return
-    lines = server.log_tail().splitlines()
-    why = lines[-1] if lines else "it said nothing"
-    fail(f"the server did not start: {why}  (log: {server.log_path})")
+    fail(f"the server did not start: {server.last_words()}  (log: {server.log_path})")
 
 
 @contextmanager

@@ -98,6 +98,10 @@ class Child:
         self.start_at = now + backoff_seconds(self.ended_early)
         return code
 
+    def last_words(self) -> str:
+        """The last line of its log."""
+        return (self.log_tail().splitlines() or ["it said nothing"])[-1]
+
     def log_tail(self) -> str:
         try:
             return self.log_path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
@@ -140,7 +144,7 @@ class Children:
                 return False
             for child in ended if self._may_restart() else ():
                 wait = max(0.0, child.start_at - time.monotonic())
-                self._say(f"{child.name} ended; started again in {wait:.1f} s (log: {child.log_path})")
+                self._say(f"{child.name} ended, started again in {wait:.1f} s: {child.last_words()}")
             if not self._may_restart():
                 if all(child.process is None for child in self.children):
                     return False

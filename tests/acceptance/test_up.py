@@ -114,6 +114,25 @@ def test_a_port_that_is_in_use_is_one_clear_line(box: UpBox, tmp_path: Path) -> 
     assert other.processes() == []
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("devices = [", "agent.toml:7: "),
+        ("colour = 1", "colour"),
+        ("devices = [{path = '/d', capacity_bytes = 'much'}]", "capacity"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_starts(tmp_path: Path, line: str, told: str) -> None:
+    box = UpBox(tmp_path / "box")
+    text = "".join(kept + "\n" for kept in box.config.read_text().splitlines() if not kept.startswith("devices"))
+    box.config.write_text(text.replace("gateway", f"{line}\ngateway") if "[" not in line else f"{text}{line}\n")
+    ended = box.run("up", "--config", str(box.config), "--data-dir", str(box.directory), "--port", str(box.port))
+    assert ended.returncode == 2, ended.stderr
+    assert str(box.config) in ended.stderr
+    assert told in ended.stderr
+    assert box.processes() == []
+
+
 def test_without_settings_a_machine_lends_a_quarter_of_its_memory(tmp_path: Path) -> None:
     box = UpBox(tmp_path / "plain")
     box.config.unlink()

@@ -81,7 +81,9 @@ def good_facts() -> Facts:
         loan=loan(start),
         records=records,
         asked_count=2,
-        witness={name: {"requests": 22, "canaries": 2, "while_not_running": 0} for name in ("alpha", "beta")},
+        witness={
+            name: {"requests": 22, "canaries": 2, "while_not_running": 0, "served": 22} for name in ("alpha", "beta")
+        },
     )
 
 
@@ -149,7 +151,7 @@ BROKEN: dict[str, tuple[Callable[[Facts], None], str]] = {
         lambda f: f.witness["alpha"].update(while_not_running=1),
         "1 requests reached alpha while it was not running",
     ),
-    "counts disagree": (lambda f: f.witness["beta"].update(requests=23), "beta was sent 22 requests and counted 23"),
+    "counts disagree": (lambda f: f.witness["beta"].update(requests=23), "beta was sent 22 requests, counted 23"),
 }
 
 
