@@ -25,13 +25,14 @@ from .attempt_run import attempt_path
 from .engine_keeper import EngineKeeper
 from .engines import make_adapter
 from .errors import ConfigError, JournalCorrupt
-from .gates.base import GateUnreachable
+from .gates.base import GateRefused, GateUnreachable
 from .gates.gateway import GatewayGate
 from .gateway.launch import GatewayNotStarted, GatewayPaths, adopt_or_start
 from .journal import Journal
 from .loan import Loan
 from .log_sender import LogSender
 from .node import Device, Node
+from .node_files import NodeFile
 from .occupancy import EngineFacts, Holder, holder
 from .orders import Orders
 from .processes import identity, send_signal, wait_exited
@@ -74,12 +75,13 @@ class Daemon:
         self.journal, corrupt = _open_journal(self.data_dir / "journal.sqlite")
         self.node = Node(settings, self.journal, _open_devices(settings))
         self.node.on_change = self._on_change
-        self.node_id = self.journal.node_id(_new_id())
+        self.file = NodeFile(self.data_dir / "node.json", _new_id)
+        self.node_id = self.file.id_of("node")
         self.paths = GatewayPaths(control=self.data_dir / "gateway.sock", state_dir=self.data_dir / "gateway")
         self.gate = GatewayGate(self.paths.control)
         self.keepers: dict[str, EngineKeeper] = {}
         for engine in settings.engines:
-            engine_id = self.journal.engine_id(engine.name, _new_id())
+            engine_id = self.file.id_of(f"engine:{engine.name}")
             adapter = make_adapter(
                 engine.kind, base_url=engine.url, model=engine.models[0], key_file=engine.control_key_file
             )
@@ -145,6 +147,7 @@ class Daemon:
             if keeper.process is not None:
                 keeper.process.adopt()
         await self._ensure_gateway()
+        await self._forget_routes()
         for row in self.journal.open_loans():
             missing = [engine_id for engine_id in row.order.engine_ids if engine_id not in self.keepers]
             if missing:
@@ -240,7 +243,7 @@ class Daemon:
             name=self.settings.node_name,
             version=version("gpu-lull"),
             boot_id=self.node.boot_id,
-            machine_id=_machine_id(self.journal),
+            machine_id=_machine_id(self.file),
             journal_id=self.journal.journal_id,
             devices=devices,
             engines=[
@@ -283,6 +286,15 @@ class Daemon:
             log.warning("the running gateway listens elsewhere", listens=info.listen)
         if started:
             log.info("gateway started", pid=info.pid)
+
+    async def _forget_routes(self) -> None:
+        """Engines that are in the configuration no more get no traffic; a gate of theirs is never opened again."""
+        for engine_id in set(await self.gate.observe_all()) - set(self.keepers):
+            await self.gate.close(engine_id, "refuse", 0, 1.0)
+            try:
+                await self.gate.remove_route(engine_id)
+            except GateRefused as error:  # requests in flight: the next agent start does it
+                log.warning("an old route is still in use", engine=engine_id, error=str(error))
 
     async def _keep_gateway(self) -> None:
         while True:
@@ -413,9 +425,9 @@ def _open_devices(settings: AgentSettings) -> list[Device]:
     return devices
 
 
-def _machine_id(journal: Journal) -> str:
+def _machine_id(file: NodeFile) -> str:
     try:
         found = Path("/etc/machine-id").read_text().strip()
     except OSError:
         found = ""
-    return found or journal.machine_id(_new_id())
+    return found or file.id_of("machine")

@@ -22,6 +22,7 @@ from .engines.base import Answer, EngineAdapter, Observation
 from .errors import AgentError, EngineTimedOut
 from .gates.base import Gate
 from .node import Node
+from .node_files import read_json, replace_json
 from .probe import DeviceFacts
 from .processes import descendants, identity, is_same
 from .protocol.loans import LoanStep
@@ -70,11 +71,13 @@ class EngineHand:
         self.gate = gate
         self.hand = asyncio.Lock()
         directory = Path(node.settings.data_dir) / "engines" / settings.name
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.process = None if settings.command is None else EngineProcess(directory, engine_id, settings)
         self.device_ids = [
             device.device_id for device in node.devices.values() if device.index in settings.device_indexes
         ]
-        self.data = node.journal.engine_data(settings.name)
+        self._facts_path = directory / "facts.json"
+        self.data = read_json(self._facts_path)
         kept = None if settings.policy_locked else node.journal.policy(engine_id)
         self.policy_version, self.policy = (0, settings.policy) if kept is None else kept
         self.state = EngineState.GONE
@@ -131,7 +134,7 @@ class EngineHand:
     def remember(self, **values: Any) -> None:
         """Writes facts about the engine that the next agent needs."""
         self.data = {**self.data, **values}
-        self.node.journal.set_engine_data(self.name, self.data)
+        replace_json(self._facts_path, self.data)
 
     def changed(self) -> EngineChanged:
         process = self.process_identity

@@ -7,7 +7,6 @@ again by the mark in its environment, so an engine is never started twice.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from .node_files import read_json, replace_json
 from .processes import descendants, find_by_environ, identity, is_same, read_stat, send_signal, wait_exited
 from .protocol.policy import EnginePolicy
 from .protocol.wire import ProcessIdentity
@@ -59,13 +59,11 @@ class EngineProcess:
 
     def adopt(self) -> bool:
         """Finds a process that an earlier agent started; True if there is one."""
-        record = self._directory / "process.json"
-        try:
-            value = json.loads(record.read_text())
+        value = read_json(self._directory / "process.json")
+        known = None
+        if value:
             self.restore_modes = dict(value["restore_modes"])
             known = ProcessIdentity.model_validate(value["process"])
-        except (OSError, ValueError, KeyError):
-            known = None
         if known is not None and is_same(known):
             self.process = known
             return True
@@ -127,12 +125,7 @@ class EngineProcess:
             "restore_modes": self.restore_modes,
             "started_at": time.time(),
         }
-        temporary = self._directory / "process.json.tmp"
-        with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            json.dump(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(self._directory / "process.json")
+        replace_json(self._directory / "process.json", value)
 
     async def stop(self, seconds_max: float) -> None:
         """SIGTERM, then SIGKILL to it and what it left behind; raises EngineWillNotDie."""

@@ -45,9 +45,6 @@ CREATE INDEX step_by_loan ON step (loan_id, seq);
 CREATE TABLE attempt (
   attempt_id TEXT PRIMARY KEY, loan_id TEXT NOT NULL, spec TEXT NOT NULL, stop TEXT, ended TEXT
 ) WITHOUT ROWID;
-CREATE TABLE engine (
-  name TEXT PRIMARY KEY, engine_id TEXT NOT NULL, data TEXT NOT NULL
-) WITHOUT ROWID;
 CREATE TABLE policy (engine_id TEXT PRIMARY KEY, version INTEGER NOT NULL, policy TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE outbox (id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, report TEXT NOT NULL);
 """
@@ -153,12 +150,6 @@ class Journal:
             self.set_meta(key, value)
             return value
         return found
-
-    def node_id(self, fresh: str) -> str:
-        return self._meta_or("node_id", fresh)
-
-    def machine_id(self, fresh: str) -> str:
-        return self._meta_or("machine_id", fresh)
 
     def highest(self, key: str) -> int:
         return int(self.meta(key) or 0)
@@ -305,18 +296,7 @@ class Journal:
         )
         return [(AttemptSpec.model_validate_json(row[0]), row[1]) for row in found.fetchall()]
 
-    # ---- engines and policies ---------------------------------------------------------------------------------
-
-    def engine_id(self, name: str, fresh: str) -> str:
-        self._db.execute("INSERT INTO engine VALUES (?, ?, '{}') ON CONFLICT DO NOTHING", (name, fresh))
-        return str(self._db.execute("SELECT engine_id FROM engine WHERE name = ?", (name,)).fetchone()[0])
-
-    def engine_data(self, name: str) -> dict[str, Any]:
-        row = self._db.execute("SELECT data FROM engine WHERE name = ?", (name,)).fetchone()
-        return {} if row is None else dict(json.loads(row[0]))
-
-    def set_engine_data(self, name: str, data: dict[str, Any]) -> None:
-        self._db.execute("UPDATE engine SET data = ? WHERE name = ?", (json.dumps(data), name))
+    # ---- policies ---------------------------------------------------------------------------------------------
 
     def policy(self, engine_id: str) -> tuple[int, EnginePolicy] | None:
         row = self._db.execute("SELECT version, policy FROM policy WHERE engine_id = ?", (engine_id,)).fetchone()

@@ -133,8 +133,7 @@ class AgentNode:
         if self.daemon is not None and self._task is not None:
             self.daemon.stop()
             await asyncio.wait_for(self._task, 30)
-            self._keep_children()
-            self.daemon = None
+            self._forget_daemon()
 
     async def crash(self) -> None:
         """As SIGKILL does, as far as one process can: nothing is wound down, nothing more is written."""
@@ -144,18 +143,18 @@ class AgentNode:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=20)
-        self._keep_children()
-        self.daemon = None
-        with warnings.catch_warnings():
-            # A process that is killed closes nothing either.
-            warnings.simplefilter("ignore", ResourceWarning)
-            gc.collect()
+        self._forget_daemon()
 
-    def _keep_children(self) -> None:
-        """The engines outlive the agent object, so their process objects have to, until they are reaped."""
+    def _forget_daemon(self) -> None:
+        """Engines outlive the agent object, so their process objects have to, until they are reaped."""
         assert self.daemon is not None
         processes = [keeper.process for keeper in self.daemon.keepers.values()]
         self._children += [process._child for process in processes if process is not None and process._child]
+        self.daemon = self._task = None
+        with warnings.catch_warnings():
+            # A call that was cut off leaves its socket to the collector; a process that ends closes nothing either.
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
 
     async def end_everything(self) -> None:
         """Whatever the test left behind: engines, gateway and jobs, by their marks."""

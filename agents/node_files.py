@@ -1,0 +1,50 @@
+"""Facts of a node that have to outlive its journal: who the node is, and what is known of each engine.
+
+Small JSON files, replaced whole. A journal that cannot be read costs the record of loans, never the golden answers and
+the footprints without which an engine could not be brought back safely.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+
+def replace_json(path: Path, value: dict[str, Any]) -> None:
+    """Mode 0600; the old content stays whole until the new one is on disk."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, json.dumps(value).encode())
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Empty if there is no such file or if it holds no object: both mean that nothing is known."""
+    try:
+        value: Any = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+class NodeFile:
+    """The ids of the node and of its engines, given once and kept."""
+
+    def __init__(self, path: Path, new_id: Callable[[], str]) -> None:
+        self._path = path
+        self._new_id = new_id
+        self._value = read_json(path)
+
+    def id_of(self, what: str) -> str:
+        """``what``: ``node``, ``machine`` or ``engine:NAME``."""
+        if what not in self._value:
+            self._value[what] = self._new_id()
+            replace_json(self._path, self._value)
+        return str(self._value[what])
