@@ -18,6 +18,7 @@ from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
 from .engines.base import Observation
 from .errors import AgentError, EngineAuthRefused, EngineRefused
 from .gates.base import GateError
+from .journal import boottime
 from .probe import DeviceFacts
 from .protocol.loans import LoanEvent, LoanStep
 from .protocol.wire import EngineState, Reason
@@ -172,13 +173,14 @@ async def _drain_engine(loan: Loan, engine: EngineKeeper) -> LoanEvent:
     except GateError as error:
         sentence = f"the gate of engine {engine.name} does not answer: {error}"
         raise Refused(LoanEvent.PREFLIGHT_REFUSED, "GateUnreachable", sentence) from error
+    asked = boottime()
     try:
         await engine.check_canary(policy)
     except CanaryFailed as error:
         if engine.process_identity is None:
             raise EngineLost(f"engine {engine.name} ended while it was drained") from error
         raise Refused(LoanEvent.GOLDEN_WRONG, "GoldenWrong", str(error)) from error
-    loan.step(LoanStep.IN_FLIGHT_ZERO, engine)
+    loan.step(LoanStep.IN_FLIGHT_ZERO, engine, data={"canary_seconds": boottime() - asked})
     return event
 
 

@@ -69,6 +69,8 @@ def holder(
         return Holder(OccupancyKind.SERVING, busy[0].engine_id)
     if running:
         return Holder(OccupancyKind.IDLE, running[0].engine_id)
+    if any(engine.state is EngineState.STARTING for engine in engines):
+        return Holder(OccupancyKind.WAKING, engines[0].engine_id)
     if engines:
         return Holder(OccupancyKind.FAULTED, engines[0].engine_id)
     return Holder(OccupancyKind.EMPTY)

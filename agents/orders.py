@@ -9,7 +9,7 @@ import structlog
 from .attempt_run import Stop
 from .journal import boottime
 from .loan import Loan
-from .protocol.loans import LoanState
+from .protocol.loans import LoanState, LoanStep
 from .protocol.wire import (
     AttemptChanged,
     AttemptEnd,
@@ -125,6 +125,7 @@ class Orders:
             restore_by=None if seconds is None else boottime() + seconds,
         )
         self._journal.report(LoanChanged(loan_id=order.loan_id, epoch=order.epoch, event=None, state=state))
+        self._journal.write_step(order.loan_id, LoanStep.ACCEPTED)
 
     def _loan_refusal(self, order: OpenLoan) -> str | None:
         daemon = self._daemon

@@ -80,8 +80,6 @@ def part_seconds(stamps: Sequence[Stamp]) -> dict[str, float]:
     at = {step: first[step] if step in early else last[step] for step in first}
     seconds: dict[str, float] = {}
     for part in PARTS:
-        if part.start is LoanStep.ACCEPTED and part.start not in at:
-            continue  # an agent that writes the acceptance down as the loan's row, not as a step of it
         for step in (part.start, part.end):
             if step not in at:
                 raise MissingStamp(step, first)

@@ -24,6 +24,7 @@ from lull.agents.protocol.wire import (
 from tests.agent_node import MIB, EngineUnderTest, agent_node
 
 STEPS = [
+    LoanStep.ACCEPTED,
     LoanStep.PREFLIGHTED,
     LoanStep.GATE_CLOSING,
     LoanStep.GATE_CLOSED,

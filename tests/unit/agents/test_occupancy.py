@@ -33,6 +33,7 @@ def look(**given: object) -> Holder:
         ({"engines": [BUSY]}, Holder(OccupancyKind.SERVING, "e")),
         ({"engines": [QUIET]}, Holder(OccupancyKind.IDLE, "e")),
         ({"engines": [NEVER]}, Holder(OccupancyKind.IDLE, "e")),
+        ({"engines": [EngineFacts("e", EngineState.STARTING, None)]}, Holder(OccupancyKind.WAKING, "e")),
         ({"engines": [DEAD]}, Holder(OccupancyKind.FAULTED, "e")),
         ({"foreign": True}, Holder(OccupancyKind.FOREIGN)),
         ({"quarantined": True, "engines": [BUSY]}, Holder(OccupancyKind.QUARANTINED)),
