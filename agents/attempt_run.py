@@ -265,10 +265,11 @@ class AttemptRun:
         if outcome.cleanup is not None and outcome.cleanup.code == "unkillable":
             self.unkillable = outcome.cleanup
         if not self.over:
-            self.loan.step(
-                LoanStep.EXIT_RECORDED, attempt_id=self.attempt_id, data={"record_boottime": outcome.boottime}
-            )
-            self._write_end(outcome)
+            with self.node.journal.together():
+                self.loan.step(
+                    LoanStep.EXIT_RECORDED, attempt_id=self.attempt_id, data={"record_boottime": outcome.boottime}
+                )
+                self._write_end(outcome)
 
     def _write_end(self, outcome: AttemptOutcome) -> None:
         if self.over:

@@ -134,7 +134,8 @@ class EngineHand:
     def remember(self, **values: Any) -> None:
         """Writes facts about the engine that the next agent needs."""
         self.data = {**self.data, **values}
-        replace_json(self._facts_path, self.data)
+        # All but the golden answers is about processes that a power cut ends as well.
+        replace_json(self._facts_path, self.data, flush="golden" in values)
 
     def changed(self) -> EngineChanged:
         process = self.process_identity

@@ -1,15 +1,18 @@
 """What this node has promised and done, on disk before the act.
 
-SQLite in WAL mode with synchronous=FULL: when a method returns, its rows have been flushed. A step and the
-report about it commit together, so the scheduler hears in the end about everything that happened here, in
-order. Change a table: bump SCHEMA_VERSION and say how an older file is read.
+SQLite in WAL mode. When a method returns, its rows are committed: no end of a process loses them. Those that a power
+cut must not lose either are flushed to disk first: what was accepted, each intent before its act, how an attempt
+ended. The other facts are about things that a power cut ends as well, and the next flush takes them along. A step and
+the report about it commit together, so the scheduler hears in the end about everything that happened here, in order.
+Change a table: bump SCHEMA_VERSION and say how an older file is read.
 
-One thread uses a journal (the agent's event loop); a write takes well under a millisecond on a local disk.
+One thread uses a journal (the agent's event loop).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import time
 import uuid
@@ -27,6 +30,9 @@ from .protocol.policy import EnginePolicy
 from .protocol.wire import AttemptChanged, AttemptSpec, LoanStepTaken, OpenLoan, OrderAnswer, Reason, Report
 
 SCHEMA_VERSION: Final = 1
+
+# Flushed before their act.
+INTENTS: Final = frozenset({LoanStep.PARK_SENT, LoanStep.SPAWN_INTENT, LoanStep.RESUME_SENT})
 
 _REPORT: Final[TypeAdapter[Any]] = TypeAdapter(Report)
 
@@ -88,7 +94,7 @@ class Journal:
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
             self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
             (check,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
             if check != "ok":
                 raise JournalCorrupt(f"{path}: {check}")
@@ -96,8 +102,8 @@ class Journal:
         except sqlite3.DatabaseError as error:
             raise JournalCorrupt(f"{path}: {error}") from error
         path.chmod(0o600)
+        self._depth, self._flush = 0, False
         self.journal_id = self._meta_or("journal_id", str(uuid.uuid4()))
-        self._depth = 0
 
     def _open_schema(self) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -113,8 +119,9 @@ class Journal:
         self._db.close()
 
     @contextmanager
-    def together(self) -> Generator[None]:
-        """Everything written inside commits at once, or not at all."""
+    def together(self, *, flush: bool = False) -> Generator[None]:
+        """Everything written inside commits at once, or not at all; on disk if any part of it asks for that."""
+        self._flush = self._flush or flush
         if self._depth:
             yield
             return
@@ -124,14 +131,24 @@ class Journal:
         try:
             yield
         except BaseException:
-            self._depth = 0
+            self._depth, self._flush = 0, False
             self._db.execute("ROLLBACK")
             raise
-        self._depth = 0
+        self._depth, flush, self._flush = 0, self._flush, False
         self._db.execute("COMMIT")
+        if flush:
+            self._sync()
         if self._db.total_changes != reported:
             for wake in self.on_report:
                 wake()
+
+    def _sync(self) -> None:
+        """Everything committed so far, by one flush of the write-ahead log."""
+        fd = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
 
     # ---- identity and marks -----------------------------------------------------------------------------------
 
@@ -164,7 +181,7 @@ class Journal:
     # ---- loans ------------------------------------------------------------------------------------------------
 
     def accept_loan(self, order: OpenLoan, *, boot_id: str, state: LoanState, restore_by: float | None) -> None:
-        with self.together():
+        with self.together(flush=True):
             self._db.execute(
                 "INSERT INTO loan VALUES (?, ?, ?, ?, ?, ?, NULL, '[]', NULL, ?, NULL)",
                 (order.loan_id, order.epoch, order.model_dump_json(), boot_id, restore_by, state, time.time()),
@@ -231,10 +248,10 @@ class Journal:
         attempt_id: str | None = None,
         data: dict[str, Any] | None = None,
     ) -> None:
-        """Flushes the step and the report about it; the intents come before their act."""
+        """Writes the step and the report about it; an intent is on disk when this returns."""
         now = boottime()
         data = data or {}
-        with self.together():
+        with self.together(flush=step in INTENTS):
             self._db.execute(
                 "INSERT INTO step (loan_id, step, engine_id, attempt_id, at, boottime, data) VALUES (?,?,?,?,?,?,?)",
                 (loan_id, step, engine_id, attempt_id, time.time(), now, json.dumps(data)),
@@ -261,10 +278,11 @@ class Journal:
 
     def accept_attempt(self, loan_id: str, spec: AttemptSpec) -> bool:
         """False if this attempt was accepted before: it is never started twice."""
-        done = self._db.execute(
-            "INSERT INTO attempt VALUES (?, ?, ?, NULL, NULL) ON CONFLICT DO NOTHING",
-            (spec.attempt_id, loan_id, spec.model_dump_json()),
-        )
+        with self.together(flush=True):
+            done = self._db.execute(
+                "INSERT INTO attempt VALUES (?, ?, ?, NULL, NULL) ON CONFLICT DO NOTHING",
+                (spec.attempt_id, loan_id, spec.model_dump_json()),
+            )
         return done.rowcount == 1
 
     def stop_attempt(self, attempt_id: str, end: str) -> None:
@@ -272,7 +290,7 @@ class Journal:
 
     def end_attempt(self, ended: AttemptChanged) -> bool:
         """Writes the end once, with its report; False if it had one."""
-        with self.together():
+        with self.together(flush=True):
             done = self._db.execute(
                 "UPDATE attempt SET ended = ? WHERE attempt_id = ? AND ended IS NULL",
                 (ended.model_dump_json(), ended.attempt_id),

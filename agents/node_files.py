@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, cast
 
 
-def replace_json(path: Path, value: dict[str, Any]) -> None:
-    """Mode 0600; the old content stays whole until the new one is on disk."""
+def replace_json(path: Path, value: dict[str, Any], *, flush: bool = True) -> None:
+    """Mode 0600; whoever reads it finds the old content or the new one, and with ``flush`` also after a power cut."""
     temporary = path.with_name(f"{path.name}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         os.write(fd, json.dumps(value).encode())
-        os.fsync(fd)
+        if flush:
+            os.fsync(fd)
     finally:
         os.close(fd)
     temporary.replace(path)
