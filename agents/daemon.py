@@ -256,6 +256,11 @@ class Daemon:
             ],
             loans=[loan.held() for loan in self.loans.values()],
             attempts=attempts,
+            term=self.journal.highest("term"),
+            incarnation=self.journal.highest("incarnation"),
+            orders_after=self.journal.highest("orders_after"),
+            epochs={device_id: self.journal.highest(f"epoch:{device_id}") for device_id in self.node.devices},
+            newest_report=self.journal.newest_report(),
         )
 
     async def _on_registered(self, registered: Registered) -> None:

@@ -349,8 +349,9 @@ class Journal:
     def acknowledge(self, report_id: int) -> None:
         self._db.execute("DELETE FROM outbox WHERE id <= ?", (report_id,))
 
-    def unsent_count(self) -> int:
-        return int(self._db.execute("SELECT count(*) FROM outbox").fetchone()[0])
+    def newest_report(self) -> int:
+        """The id of the newest report that was not acknowledged; 0 if there is none."""
+        return int(self._db.execute("SELECT coalesce(max(id), 0) FROM outbox").fetchone()[0])
 
     def ended_unacknowledged(self) -> list[AttemptChanged]:
         """Ends that still wait in the outbox, for the registration."""

@@ -400,6 +400,14 @@ class Register(Message):
     engines: list[EngineDeclared]
     loans: list[HeldLoan]
     attempts: list[AttemptChanged]  # live ones, and ended ones not yet acknowledged
+    # The highest that this node has persisted: a scheduler whose database is older or new has to go on above them.
+    term: int = 0
+    incarnation: int = 0
+    orders_after: int = 0
+    epochs: dict[str, int] = Field(default_factory=dict[str, int])  # by device id
+    # The newest report that waits to be sent; 0 if none does. What it holds is newer than anything that can be
+    # concluded from what is not listed here.
+    newest_report: int = 0
 
 
 class PolicyInForce(Message):
