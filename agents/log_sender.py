@@ -18,6 +18,7 @@ log = structlog.get_logger(__name__)
 
 _FOLLOW_POLL_SECONDS: Final = 0.2
 _SIGN_OF_LIFE_SECONDS: Final = 5.0
+_READER_SECONDS_MAX: Final = 120.0  # a reader that pauses holds the server's buffer, and so us, for longer than a call
 _SENDERS_MAX: Final = 32
 
 
@@ -71,6 +72,7 @@ class LogSender:
         reply = await self._client.post(
             f"/agent/logs/{order.request_id}",
             content=chunk.data,
+            timeout=_READER_SECONDS_MAX,
             headers={
                 "Content-Type": "application/octet-stream",
                 "Lull-Log-Offset": str(chunk.offset),

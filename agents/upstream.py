@@ -25,6 +25,7 @@ log = structlog.get_logger(__name__)
 
 _CALL_SECONDS: Final = 30.0
 _SILENCE_SECONDS_MAX: Final = 30.0  # the server sends a keep-alive line every 10 s
+_SIGN_OF_LIFE_SECONDS: Final = 10.0
 _LINE_BYTES_MAX: Final = 4 << 20
 _BACK_OFF_SECONDS: Final = (0.1, 5.0)
 _BATCH: Final = 500
@@ -135,12 +136,22 @@ class Upstream:
                         if envelope.seq:
                             await self._on_order(envelope)
 
+    async def _something_new(self) -> bool:
+        """False after a while without a report."""
+        try:
+            async with asyncio.timeout(_SIGN_OF_LIFE_SECONDS):
+                await self._unsent.wait()
+        except TimeoutError:
+            return False
+        return True
+
     async def _send_reports(self) -> None:
         while True:
             self._unsent.clear()
             reports = self._journal.unsent(_BATCH)
-            if not reports:
-                await self._unsent.wait()
+            if not reports and not await self._something_new():
+                reports = []  # an empty batch says that this agent lives: its lease is renewed by what it does
+            elif not reports:
                 continue
             batch = ReportBatch(
                 node_id=self._node_id,
