@@ -211,7 +211,16 @@ class Store:
     async def register(self, register: Register, now: float) -> Registered:
         """Raises DuplicateIdentity, InvalidRequest. Nothing is concluded from what the node does not hold until
         it uses this registration (``orders_after`` or ``take_reports``)."""
-        answer = await self._write(lambda tx: registration.register(tx, register, now, self._lease_seconds))
+        led_by = self._term
+
+        def work(tx: Tx) -> tuple[int, Registered]:
+            # The term first: whoever decides locks the leader's row before a node's.
+            raised = leadership.raise_term(tx, register.term, led_by)
+            return raised, registration.register(tx, register, now, self._lease_seconds)
+
+        raised, answer = await self._write(work)
+        if self._term == led_by:
+            self._term = raised
         self._touched_at[register.node_id] = time.monotonic()
         return answer
 
@@ -251,9 +260,11 @@ class Store:
     async def lead(self, holder: str, ttl_seconds: float, *, take_over: bool = False) -> int | None:
         """Tries to become or stay leader; the term, or None while another leads. ``take_over`` does not wait for
         the other's expiry: for SQLite at start, whose file belongs to one server."""
-        term = await self._write(lambda tx: leadership.lead(tx, holder, ttl_seconds, self._term, take_over=take_over))
-        self._term = term or 0
-        return term
+        before = self._term
+        term = await self._write(lambda tx: leadership.lead(tx, holder, ttl_seconds, before, take_over=take_over))
+        if self._term == before:  # else a registration has raised it meanwhile
+            self._term = term or 0
+        return self._term or None
 
     async def resign(self) -> None:
         """Lets another lead at once."""
@@ -273,7 +284,8 @@ class Store:
         try:
             return await self._write(lambda tx: decisions.commit(tx, actions, term, now))
         except NotLeader:
-            self._term = 0
+            if self._term == term:
+                self._term = 0
             raise
 
     async def trim(self, now: float) -> int:

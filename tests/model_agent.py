@@ -84,11 +84,13 @@ class ModelAgent:
         self.attempts: dict[str, AttemptChanged] = {}
         self.registered: Registered | None = None
         self.after = 0
+        self.marks: dict[str, Any] = {}  # what it has persisted, as fields of Register
         self.report_id = 0
 
     def message(self) -> Register:
         """What it would register with now."""
         policy = EnginePolicy.model_validate({"when": self.when})
+        marks: dict[str, Any] = {"orders_after": self.after, **self.marks}
         return Register(
             node_id=self.node_id,
             name=self.node_id,
@@ -100,12 +102,13 @@ class ModelAgent:
             engines=[EngineDeclared(engine=each, policy=policy) for each in self.engines],
             loans=list(self.loans.values()),
             attempts=list(self.attempts.values()),
+            **marks,
         )
 
     async def register(self, *, use: bool = True) -> Registered:
         answer = await self.store.register(self.message(), time.time())
         self.registered = answer
-        self.after = answer.orders_after
+        self.after = max(self.after, answer.orders_after)
         if use:
             assert await self.store.orders_after(self.node_id, self.after) == []
         return answer

@@ -123,7 +123,7 @@ def add_engine(tx: Tx, node_id: str, report: EngineChanged, policy: EnginePolicy
             id=report.engine_id,
             node_id=node_id,
             policy=policy.model_dump(mode="json"),
-            policy_version=1,
+            policy_version=report.policy_version + 1,  # the agent refuses one below what it has in force
             policy_locked=locked,
             not_before=0.0,
             trouble_count=0,

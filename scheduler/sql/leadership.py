@@ -7,11 +7,12 @@ import time
 
 from sqlalchemy import Double, literal_column, select, update
 
-from ..errors import NotLeader
+from ..errors import InvalidRequest, NotLeader
 from ..tables import leader
 from .writer import Tx
 
 _ROW = 1
+_TERM_MAX = 2**60  # what a database's integer holds, and room to count on
 _TERM = select(leader.c.term).where(leader.c.id == _ROW).with_for_update(read=True)
 
 
@@ -37,6 +38,29 @@ def lead(tx: Tx, holder: str, ttl_seconds: float, term: int, *, take_over: bool)
     if not mine:
         tx.event("leader_changed", f"{holder} leads", time.time(), data={"term": new, "before": row.holder})
     return int(new)
+
+
+def raise_term(tx: Tx, seen: int, mine: int) -> int:
+    """A node has seen term ``seen`` and refuses lower ones: a database that is new or older goes on above it. The
+    leader, if it is the one with term ``mine``, leads on; another has to take its turn anew. The caller's term."""
+    if seen <= tx.conn.execute(select(leader.c.term).where(leader.c.id == _ROW)).scalar_one():
+        return mine
+    if seen > _TERM_MAX:
+        raise InvalidRequest("term", f"a term is at most {_TERM_MAX}")
+    row = tx.conn.execute(select(leader).where(leader.c.id == _ROW).with_for_update()).one()
+    if seen <= row.term:
+        return mine
+    leads = mine != 0 and mine == row.term
+    free = {} if leads else {"holder": "", "expires_at": 0.0}
+    tx.conn.execute(update(leader).where(leader.c.id == _ROW).values(term=seen + 1, **free))
+    tx.event(
+        "leader_changed",
+        "a node has seen a higher term than this database: the term is raised above it",
+        time.time(),
+        severity="warning",
+        data={"term": seen + 1, "before": row.term},
+    )
+    return seen + 1 if leads else mine
 
 
 def resign(tx: Tx, term: int) -> None:

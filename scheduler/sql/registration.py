@@ -35,20 +35,19 @@ from ...agents.protocol.wire import (
     AttemptEnd,
     AttemptState,
     EngineDeclared,
-    HeldLoan,
     PolicyInForce,
     Reason,
     Register,
     Registered,
 )
 from ..errors import DuplicateIdentity, InvalidRequest, NotFound, StaleIncarnation
-from ..lifecycle import JobState
-from ..tables import attempts, devices, engines, jobs, leader, loan_devices, loans, nodes, orders
-from . import attempt_reports, inventory
+from ..tables import attempts, devices, engines, leader, loans, nodes, orders
+from . import adoption, inventory
 from .changes import end_attempt, lose_sight, set_loan_state
 from .writer import Tx
 
 _HELD_MAX: Final = 10_000
+_MARK_MAX: Final = 2**60  # what a database's integer holds, and room to count on
 
 
 def register(tx: Tx, register: Register, now: float, lease_seconds: float) -> Registered:
@@ -58,10 +57,13 @@ def register(tx: Tx, register: Register, now: float, lease_seconds: float) -> Re
         )
     if len(register.loans) + len(register.attempts) > _HELD_MAX:
         raise InvalidRequest("loans", f"a node may hold {_HELD_MAX} loans and attempts")
+    if max(register.incarnation, register.orders_after, *register.epochs.values(), 0) > _MARK_MAX:
+        raise InvalidRequest("incarnation", f"the marks that a node has persisted are at most {_MARK_MAX}")
     node = _write_node(tx, register, now)
     _write_inventory(tx, register, now)
-    recall = _adopt_loans(tx, register, now)
-    stop = _adopt_attempts(tx, register, now)
+    adoption.raise_epochs(tx, register.epochs)
+    recall = adoption.adopt_loans(tx, register, now)
+    stop = adoption.adopt_attempts(tx, register, now)
     _note_missing(tx, register, node["incarnation"])
     tx.event(
         "node_registered",
@@ -85,7 +87,8 @@ def register(tx: Tx, register: Register, now: float, lease_seconds: float) -> Re
 
 
 def _write_node(tx: Tx, register: Register, now: float) -> RowMapping:
-    """A new incarnation, and a fence above every order given so far."""
+    """A new incarnation, and a fence above every order given so far; both above what the node has persisted, which
+    a database that is new, older or restored does not know."""
     here = nodes.c.id == register.node_id
     old = tx.conn.execute(select(nodes).where(here).with_for_update()).mappings().one_or_none()
     values: dict[str, Any] = {
@@ -100,15 +103,16 @@ def _write_node(tx: Tx, register: Register, now: float) -> RowMapping:
         "registered_at": now,
     }
     if old is None:
-        counts = {"incarnation": 1, "confirmed_incarnation": 0, "acknowledged": 0, "order_seq": 1, "fence_seq": 1}
-        tx.conn.execute(insert(nodes).values(id=register.node_id, heard_count=1, **counts, **values))
+        values |= {"confirmed_incarnation": 0, "acknowledged": 0, "heard_count": 1}
+        values |= {"incarnation": register.incarnation + 1}
+        values |= dict.fromkeys(("order_seq", "fence_seq"), register.orders_after + 1)
+        tx.conn.execute(insert(nodes).values(id=register.node_id, **values))
     else:
         if old["machine_id"] != register.machine_id:
             raise DuplicateIdentity(register.node_id)
         values |= {
-            "incarnation": old["incarnation"] + 1,
-            "order_seq": old["order_seq"] + 1,
-            "fence_seq": old["order_seq"] + 1,
+            "incarnation": max(old["incarnation"], register.incarnation) + 1,
+            **dict.fromkeys(("order_seq", "fence_seq"), max(old["order_seq"], register.orders_after) + 1),
             "heard_count": old["heard_count"] + 1,
         }
         if old["journal_id"] != register.journal_id:
@@ -135,17 +139,20 @@ def _write_inventory(tx: Tx, register: Register, now: float) -> None:
 
 
 def _declare_engine(tx: Tx, node_id: str, declared: EngineDeclared, now: float) -> None:
-    """The TOML seeds the row in SQL, once; a locked TOML rules it at each registration."""
+    """The TOML seeds the row in SQL, once; a locked TOML rules it at each registration. A version is above the one
+    that the engine has in force, or the agent would refuse it: this database may be new or have lost a change."""
     engine_id = declared.engine.engine_id
     row = tx.conn.execute(select(engines).where(engines.c.id == engine_id).with_for_update()).mappings().one_or_none()
     if row is None:
         inventory.add_engine(tx, node_id, declared.engine, declared.policy, locked=declared.policy_locked, now=now)
         return
     inventory.engine_changed(tx, node_id, declared.engine, now)
-    values: dict[str, Any] = {"policy_locked": declared.policy_locked}
+    in_force = declared.engine.policy_version
+    version = row["policy_version"] if row["policy_version"] >= in_force else in_force + 1
+    values: dict[str, Any] = {"policy_locked": declared.policy_locked, "policy_version": version}
     policy = declared.policy.model_dump(mode="json")
     if declared.policy_locked and row["policy"] != policy:
-        values |= {"policy": policy, "policy_version": row["policy_version"] + 1}
+        values |= {"policy": policy, "policy_version": version + 1}
         tx.event("policy_changed", "the agent's file rules", now, actor="agent", engine_id=engine_id, node_id=node_id)
     tx.conn.execute(update(engines).where(engines.c.id == engine_id).values(**values))
 
@@ -158,136 +165,6 @@ def _policies(tx: Tx, node_id: str) -> list[PolicyInForce]:
         )
         for row in tx.conn.execute(statement).mappings()
     ]
-
-
-# ---- what the node holds ---------------------------------------------------------------------------------------
-
-
-def _adopt_loans(tx: Tx, register: Register, now: float) -> list[str]:
-    """Known and open: the node's state is taken. The others are to be recalled; until they are over their devices
-    are not lent again, so an unknown one gets a row."""
-    recall: list[str] = []
-    for held in register.loans:
-        statement = select(loans).where(loans.c.id == held.loan_id).with_for_update()
-        loan = tx.conn.execute(statement).mappings().one_or_none()
-        if loan is None:
-            _take_in(tx, register.node_id, held, now)
-            recall.append(held.loan_id)
-        elif loan["state"] == LoanState.CLOSED.value or loan["node_id"] != register.node_id:
-            recall.append(held.loan_id)
-        else:
-            values = {"reported": True, "missing_incarnation": None}
-            if loan["state"] != held.state.value:
-                # Its reports may still be on their way: they are then older than this.
-                values["adopted"] = True
-                set_loan_state(tx, loan, held.state, now, type_="loan_state_adopted", values=values)
-            else:
-                tx.conn.execute(update(loans).where(loans.c.id == held.loan_id).values(**values))
-        _raise_epochs(tx, held)
-    return recall
-
-
-def _take_in(tx: Tx, node_id: str, held: HeldLoan, now: float) -> None:
-    tx.conn.execute(
-        insert(loans).values(
-            id=held.loan_id,
-            node_id=node_id,
-            epoch=held.epoch,
-            device_ids=held.device_ids,
-            engine_ids=held.engine_ids,
-            need_bytes=0,
-            room_bytes={},
-            state=held.state.value,
-            engine_lost=False,
-            policies={},
-            recall_ordered=True,
-            reported=True,
-            adopted=True,
-            opened_at=now,
-        )
-    )
-    taken = select(loan_devices.c.device_id).where(loan_devices.c.open)
-    covered = set(tx.conn.execute(taken.where(loan_devices.c.device_id.in_(held.device_ids))).scalars())
-    for device_id in sorted(set(held.device_ids)):
-        free = device_id not in covered
-        tx.conn.execute(insert(loan_devices).values(loan_id=held.loan_id, device_id=device_id, open=free))
-    tx.event(
-        "alert",
-        "the node holds a loan that is not known here; it is recalled",
-        now,
-        severity="warning",
-        loan_id=held.loan_id,
-        node_id=node_id,
-        data={"code": "loan_unknown", "state": held.state.value},
-    )
-
-
-def _raise_epochs(tx: Tx, held: HeldLoan) -> None:
-    """The node refuses lower epochs; a database that lost commits must go past what the node has seen."""
-    tx.conn.execute(
-        update(devices).where(devices.c.id.in_(held.device_ids), devices.c.epoch < held.epoch).values(epoch=held.epoch)
-    )
-
-
-def _adopt_attempts(tx: Tx, register: Register, now: float) -> list[str]:
-    """Known ones take the node's state, their ends included. The others are to be stopped; one whose job waits here
-    becomes that job's attempt, lest the job be started beside it."""
-    stop: list[str] = []
-    for report in register.attempts:
-        row = tx.conn.execute(select(attempts).where(attempts.c.id == report.attempt_id)).mappings().one_or_none()
-        if row is None and _take_in_attempt(tx, register.node_id, report, now):
-            row = tx.conn.execute(select(attempts).where(attempts.c.id == report.attempt_id)).mappings().one()
-        over = row is None or row["state"] == AttemptState.ENDED.value or row["node_id"] != register.node_id
-        if over and report.state is not AttemptState.ENDED:
-            stop.append(report.attempt_id)
-        if not over:
-            attempt_reports.attempt_changed(tx, register.node_id, report, now)
-    return stop
-
-
-def _take_in_attempt(tx: Tx, node_id: str, report: Any, now: float) -> bool:
-    """The database lost the placing (failover, restored copy); the node's facts win."""
-    job = tx.conn.execute(select(jobs).where(jobs.c.id == report.job_id).with_for_update()).mappings().one_or_none()
-    loan = tx.conn.execute(select(loans).where(loans.c.id == report.loan_id)).mappings().one_or_none()
-    if job is None or job["state"] != JobState.QUEUED.value or loan is None or loan["node_id"] != node_id:
-        return False
-    number = job["attempt_no"] + 1
-    tx.conn.execute(
-        update(jobs)
-        .where(jobs.c.id == job["id"])
-        .values(state=JobState.STARTING.value, attempt_no=number, loan_id=report.loan_id, assigned_loan_id=None)
-    )
-    tx.conn.execute(
-        insert(attempts).values(
-            id=report.attempt_id,
-            job_id=job["id"],
-            attempt_no=number,
-            loan_id=report.loan_id,
-            node_id=node_id,
-            device_ids=loan["device_ids"],
-            hbm_bytes=job["hbm_bytes"] or 0,
-            state=AttemptState.PLACED.value,
-            created_at=now,
-            processes={},
-            stop_ordered=False,
-            reported=True,
-            doubt=False,
-        )
-    )
-    tx.event(
-        "attempt_adopted",
-        "the node holds an attempt that was not known here",
-        now,
-        severity="warning",
-        job_id=job["id"],
-        attempt_id=report.attempt_id,
-        loan_id=report.loan_id,
-        node_id=node_id,
-        from_state=JobState.QUEUED.value,
-        to_state=JobState.STARTING.value,
-    )
-    tx.touch("jobs", "decide")
-    return True
 
 
 # ---- what the node does not hold -------------------------------------------------------------------------------
