@@ -100,11 +100,19 @@ def adopt_attempts(tx: Tx, register: Register, now: float) -> list[str]:
 
 
 def _take_in_attempt(tx: Tx, node_id: str, report: Any, now: float) -> bool:
-    """The database lost the placing (failover, restored copy); the node's facts win."""
+    """The database lost the placing (failover, restored copy); the node's facts win. One that has ended may be of
+    a loan that is over at the node and not listed either: without its end its job would run a second time."""
     job = tx.conn.execute(select(jobs).where(jobs.c.id == report.job_id).with_for_update()).mappings().one_or_none()
     loan = tx.conn.execute(select(loans).where(loans.c.id == report.loan_id)).mappings().one_or_none()
-    if job is None or job["state"] != JobState.QUEUED.value or loan is None or loan["node_id"] != node_id:
+    if job is None or job["state"] != JobState.QUEUED.value:
         return False
+    if loan is None and report.state is AttemptState.ENDED:
+        _write_closed(tx, node_id, report.loan_id, now)
+        device_ids: list[str] = []
+    elif loan is None or loan["node_id"] != node_id:
+        return False
+    else:
+        device_ids = loan["device_ids"]
     number = job["attempt_no"] + 1
     tx.conn.execute(
         update(jobs)
@@ -118,7 +126,7 @@ def _take_in_attempt(tx: Tx, node_id: str, report: Any, now: float) -> bool:
             attempt_no=number,
             loan_id=report.loan_id,
             node_id=node_id,
-            device_ids=loan["device_ids"],
+            device_ids=device_ids,
             hbm_bytes=job["hbm_bytes"] or 0,
             state=AttemptState.PLACED.value,
             created_at=now,
@@ -142,3 +150,26 @@ def _take_in_attempt(tx: Tx, node_id: str, report: Any, now: float) -> bool:
     )
     tx.touch("jobs", "decide")
     return True
+
+
+def _write_closed(tx: Tx, node_id: str, loan_id: str, now: float) -> None:
+    """Of a loan that nobody here remembers there is only that it was, and that it is over."""
+    tx.conn.execute(
+        insert(loans).values(
+            id=loan_id,
+            node_id=node_id,
+            epoch=0,
+            device_ids=[],
+            engine_ids=[],
+            need_bytes=0,
+            room_bytes={},
+            state=LoanState.CLOSED.value,
+            engine_lost=False,
+            policies={},
+            recall_ordered=True,
+            reported=True,
+            adopted=True,
+            opened_at=now,
+            closed_at=now,
+        )
+    )

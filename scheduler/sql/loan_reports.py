@@ -39,7 +39,8 @@ def loan_changed(tx: Tx, node_id: str, report: LoanChanged, now: float) -> None:
         return
     old = LoanState(loan["state"])
     if old is LoanState.CLOSED:
-        if report.state is not LoanState.CLOSED:
+        # One without devices was taken in as over: what is told of it now is older than that.
+        if report.state is not LoanState.CLOSED and loan["device_ids"]:
             _recall_closed(tx, loan, report, now)
         return
     _mark_engines(tx, loan, report, now)

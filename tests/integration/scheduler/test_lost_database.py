@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from lull.agents.protocol.loans import LoanState
 from lull.agents.protocol.policy import EnginePolicy
+from lull.agents.protocol.wire import AttemptChanged, AttemptEnd, AttemptState
 from lull.scheduler.errors import InvalidRequest, NotLeader
 from lull.scheduler.lifecycle import JobState
 from lull.scheduler.store import Store
@@ -81,3 +83,21 @@ async def test_marks_that_no_database_can_count_on_are_refused(agent: ModelAgent
         agent.marks = {name: value}
         with pytest.raises(InvalidRequest, match="at most"):
             await agent.register()
+
+
+async def test_a_job_that_ran_to_its_end_is_not_run_again(store: Store, submit: Submit, deciding: Deciding) -> None:
+    """The database lost the placing and all after it; the loan is over at the node, the end not acknowledged."""
+    job_id = await submit()
+    agent = ModelAgent(store, devices=[device("gpu")])
+    agent.attempts["a"] = AttemptChanged(
+        attempt_id="a", job_id=job_id, loan_id="over", state=AttemptState.ENDED, end=AttemptEnd.EXITED, exit_code=3
+    )
+    answer = await agent.register()
+    assert (answer.stop_attempts, answer.recall_loans) == ([], [])
+    job = await store.get_job(job_id)
+    assert (job.state, job.exit_code, job.attempts[0].end) == (JobState.FAILED, 3, AttemptEnd.EXITED)
+    assert (await store.get_loan("over")).state is LoanState.CLOSED
+    assert await deciding() == 0
+    await agent.loan("over", None, LoanState.SETTLING)  # its old reports come in after it
+    assert await agent.orders() == []
+    assert (await agent.register()).stop_attempts == []
