@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -16,10 +17,18 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
 
-from .attempts import AttemptDir, AttemptError, AttemptOutcome, AttemptProcess, LaunchFailed, RunnerSpec
+from .attempt_files import UNKILLABLE_SECONDS
+from .attempts import (
+    AttemptDir,
+    AttemptError,
+    AttemptOutcome,
+    AttemptProcess,
+    LaunchFailed,
+    RunnerSpec,
+)
 from .errors import SpawnRefused
 from .node import Node
-from .processes import descendants
+from .processes import descendants, kill_leftovers, send_signal
 from .protocol.loans import LoanStep
 from .protocol.wire import AttemptChanged, AttemptEnd, AttemptSpec, AttemptState, ProcessIdentity, Reason
 from .tasks import end_on_fault
@@ -32,6 +41,8 @@ log = structlog.get_logger(__name__)
 _GO_SECONDS_MAX: Final = 600.0
 _INHERITED: Final = ("PATH", "HOME", "LANG", "LC_ALL", "USER", "TZ")
 _AGAIN_SECONDS: Final = 1.0
+_SILENT_SECONDS: Final = 15.0  # beyond its grace and its own bound, before a runner is ended from outside
+_SWEEP_SECONDS_MAX: Final = 60.0
 
 Check = Callable[["AttemptRun"], Awaitable[None]]
 Stop = Literal[AttemptEnd.CANCELLED, AttemptEnd.PREEMPTED]
@@ -94,11 +105,12 @@ class AttemptRun:
             self._task.add_done_callback(end_on_fault)
 
     def stop(self, end: Stop) -> None:
-        """The first wish counts."""
-        if self._stop is None:
+        """The first wish counts, but a cancel outranks a preemption: that job must not come back."""
+        outranks = self._stop is AttemptEnd.PREEMPTED and end is AttemptEnd.CANCELLED
+        if self._stop is None or outranks:
             self._stop = end
             self._changed.set()
-            if self._task is None and not self.adoptable:
+            if self._task is None and not self.adoptable and not self.started:
                 self.end_unstarted(None)
 
     def set_restore_by(self, restore_by_boottime: float) -> None:
@@ -136,6 +148,15 @@ class AttemptRun:
                 return adopted.process
             if adopted.outcome is not None:
                 return adopted.outcome
+        elif self.started:
+            # It was told to go once. Without its directory nobody can say how far it came: it is never told again.
+            swept = await asyncio.to_thread(kill_leftovers, self.attempt_id, None, _SWEEP_SECONDS_MAX)
+            reason = Reason(code="runner_lost", sentence="the attempt's directory is gone; what was left was killed")
+            cleanup = None
+            if swept.remaining:
+                pids = list(swept.remaining)
+                cleanup = Reason(code="unkillable", sentence=f"processes {pids} survive SIGKILL", data={"pids": pids})
+            return AttemptOutcome(end=AttemptEnd.RUNNER_LOST, ended_at=time.time(), reason=reason, cleanup=cleanup)
         if self._stop is not None:
             reason = Reason(code="Stopped", sentence="stopped before it was started")
             return AttemptOutcome(end=AttemptEnd.NOT_STARTED, ended_at=time.time(), reason=reason)
@@ -224,6 +245,8 @@ class AttemptRun:
         try:
             try:
                 await process.go()
+                if self.loan.restore_by_boottime is not None:  # it may have moved while the runner waited
+                    await process.set_restore_by(self.loan.restore_by_boottime)
                 self._report_running()
             except AttemptError as error:
                 log.warning("go was not taken; the runner's record decides", attempt=self.attempt_id, error=str(error))
@@ -232,16 +255,37 @@ class AttemptRun:
             stopper.cancel()
 
     async def _stop_when_asked(self, process: AttemptProcess) -> None:
-        while self._stop is None:
-            self._changed.clear()
-            await self._changed.wait()
+        told: Stop | None = None
+        deadline: float | None = None
+        loop = asyncio.get_running_loop()
         while not self.over:
+            self._changed.clear()
+            if self._stop is not None and told is not self._stop:
+                deadline = deadline or loop.time() + self.spec.kill_grace_seconds + UNKILLABLE_SECONDS + _SILENT_SECONDS
+                told = self._stop if await self._tell_stop(process, self._stop) else told
+            if deadline is not None and loop.time() > deadline:
+                self._end_runner(process)
+                deadline = loop.time() + UNKILLABLE_SECONDS
+            waits = self._stop is None or told is self._stop
+            left = None if deadline is None else deadline - loop.time()
             try:
-                await process.stop(self._stop)
-                return
-            except AttemptError as error:
-                log.warning("the runner did not take the stop", attempt=self.attempt_id, error=str(error))
-                await asyncio.sleep(_AGAIN_SECONDS)
+                async with asyncio.timeout(left if waits else _AGAIN_SECONDS):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def _tell_stop(self, process: AttemptProcess, end: Stop) -> bool:
+        try:
+            return await process.stop(end)
+        except AttemptError as error:
+            log.warning("the runner did not take the stop", attempt=self.attempt_id, error=str(error))
+            return False
+
+    def _end_runner(self, process: AttemptProcess) -> None:
+        """It had every chance: without it the record is ours to write, and what the job left is ours to kill."""
+        sentence = f"the runner of attempt {self.attempt_id} did not end its job; it is killed"
+        self.node.alert("critical", "runner_silent", sentence, loan_id=self.loan_id)
+        send_signal(process.runner, signal.SIGKILL)
 
     def _report_running(self) -> None:
         started = self.directory.started()

@@ -97,7 +97,9 @@ class EngineHand:
 
     @property
     def footprint(self) -> dict[str, int]:
-        """Bytes by device that the engine held when it last ran and was right."""
+        """Bytes by device that the engine held when it last ran and was right, as it is configured now."""
+        if self.data.get("footprint_of") != self._settings_key():
+            return {}
         return {str(key): int(value) for key, value in self.data.get("footprint", {}).items()}
 
     @property
@@ -124,7 +126,16 @@ class EngineHand:
 
     def verified_now(self) -> bool:
         """The process that runs is the one whose answer was right since its last park."""
-        return self.incarnation is not None and self.data.get("verified") == self.incarnation
+        now = self.incarnation
+        return now is not None and self.data.get("verified") == now and self.data.get("condemned") != now
+
+    def released(self) -> None:
+        """Written down before the engine may park, and whenever it is seen not to run: its answers are to be proved."""
+        self.remember(verified=None, released=self.incarnation)
+
+    def may_give_golden(self) -> bool:
+        """A process that has never parked answers as it was built to; another one would be its own witness."""
+        return self.data.get("released") != self.incarnation
 
     def modes_in_effect(self) -> dict[str, str]:
         if self.process is not None and self.process.restore_modes:
@@ -175,7 +186,7 @@ class EngineHand:
     async def prove_room(self, step: StepSink, facts: dict[str, DeviceFacts] | None = None) -> None:
         """Waits, without bound and with an alert, until every device has what the engine takes back (S5).
 
-        ``facts``: a look that was taken just now.
+        ``facts``: a look that was taken just now. The room is promised to this engine until `room_taken`.
         """
         loop = asyncio.get_running_loop()
         began, alerted = loop.time(), False
@@ -183,6 +194,7 @@ class EngineHand:
             facts = facts or await self.node.look()
             lack = self._lacking(facts)
             if not lack:
+                self.node.waking[self.engine_id] = self.still_to_take
                 step(LoanStep.ROOM_PROVED, {"free_bytes": {key: facts[key].free_bytes for key in self.device_ids}})
                 return
             if not alerted and loop.time() - began > _ROOM_ALERT_SECONDS:
@@ -197,14 +209,27 @@ class EngineHand:
             await asyncio.sleep(min(POLL_SECONDS_MAX, self.node.settings.settle_poll_seconds))
             facts = None
 
-    def _lacking(self, facts: dict[str, DeviceFacts]) -> dict[str, Any]:
+    def still_to_take(self, facts: dict[str, DeviceFacts]) -> dict[str, int]:
+        """Bytes by device of its footprint that it does not hold."""
         own = self.bytes_on(facts)
+        return {
+            device_id: max(0, footprint_bytes - own.get(device_id, 0))
+            for device_id, footprint_bytes in self.footprint.items()
+            if device_id in facts
+        }
+
+    def room_taken(self) -> None:
+        """The promise of room ends: the bytes are there, or the engine will not take them now."""
+        self.node.waking.pop(self.engine_id, None)
+
+    def _lacking(self, facts: dict[str, DeviceFacts]) -> dict[str, Any]:
+        promised = [take(facts) for engine_id, take in self.node.waking.items() if engine_id != self.engine_id]
         lack: dict[str, Any] = {}
-        for device_id, footprint_bytes in self.footprint.items():
-            if device_id in facts:
-                need = footprint_bytes - own.get(device_id, 0) + self.node.settings.wake_margin_bytes
-                if facts[device_id].free_bytes < need:
-                    lack[device_id] = {"need_bytes": need, "free_bytes": facts[device_id].free_bytes}
+        for device_id, take_bytes in self.still_to_take(facts).items():
+            need = take_bytes + self.node.settings.wake_margin_bytes
+            free = facts[device_id].free_bytes - sum(other.get(device_id, 0) for other in promised)
+            if free < need:
+                lack[device_id] = {"need_bytes": need, "free_bytes": free}
         return lack
 
     async def wake(
@@ -215,6 +240,12 @@ class EngineHand:
     ) -> None:
         """Parked to running, with its bytes back: one resume call per proof of room. Raises EngineLost."""
         policy = policy or self.policy
+        try:
+            await self._wake(step, policy, on_out_of_memory)
+        finally:
+            self.room_taken()
+
+    async def _wake(self, step: StepSink, policy: EnginePolicy, on_out_of_memory: Callable[[], None]) -> None:
         facts: dict[str, DeviceFacts] | None
         facts, seen = await asyncio.gather(self.node.look(), self.adapter.observe())
         if seen.state not in (EngineState.RUNNING, EngineState.PARKED):
@@ -232,6 +263,7 @@ class EngineHand:
                 said = str(error)  # proves nothing either way: look again
             seen = await self.settled_state(policy.resume_seconds_max, said)
             if seen.state is EngineState.PARKED:
+                self.room_taken()
                 on_out_of_memory()
                 log.warning("the engine is still parked after a resume", engine=self.name, said=said)
                 await asyncio.sleep(back_off)
@@ -275,12 +307,14 @@ class EngineHand:
 
     # ---- the canary -------------------------------------------------------------------------------------------
 
-    def _config_key(self, policy: EnginePolicy) -> str:
-        """What the golden answer belongs to: everything that may change an answer, restore modes left out."""
+    def _settings_key(self, *more: Any) -> str:
+        """What golden answers and footprints belong to: how the engine is configured, restore modes left out."""
         settings = self.settings
         value = [settings.kind, settings.url, settings.command, settings.env, settings.models, settings.device_indexes]
-        prompt = None if policy.canary == "off" else [policy.canary.prompt, policy.canary.tokens]
-        return hashlib.sha256(json.dumps([value, prompt]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([value, *more]).encode()).hexdigest()
+
+    def _config_key(self, policy: EnginePolicy) -> str:
+        return self._settings_key(None if policy.canary == "off" else [policy.canary.prompt, policy.canary.tokens])
 
     def has_golden(self, policy: EnginePolicy | None = None) -> bool:
         policy = policy or self.policy
@@ -327,7 +361,13 @@ class EngineHand:
         if asked is None or self.incarnation != asked:
             raise EngineLost(f"engine {self.name} was replaced while it was verified")
         self.device_bytes = self.bytes_on(await self.node.look())
-        self.remember(verified=asked, condemned=None, footprint=self.device_bytes)
+        self.remember(
+            verified=asked,
+            condemned=None,
+            released=None,
+            footprint=self.device_bytes,
+            footprint_of=self._settings_key(),
+        )
         step(LoanStep.VERIFIED, {})
 
     # ---- the gate ---------------------------------------------------------------------------------------------

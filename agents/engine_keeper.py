@@ -37,8 +37,8 @@ class EngineKeeper(EngineHand):
     ) -> None:
         super().__init__(node, engine_id, settings, adapter, gate)
         self.restart_wanted = False
-        self.started_once = False
         self._failures = 0
+        self._unseen = False
         self._poked = asyncio.Event()
 
     # ---- policy -------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class EngineKeeper(EngineHand):
     async def look_after(self) -> None:
         """One round: leaves a right engine alone, brings any other back."""
         await self.ensure_route()
-        if self.restart_wanted or self.needs_other_flags():
+        if self.process is not None and (self.restart_wanted or self.needs_other_flags()):
             await self._stop_gently()
         elif await self._is_well():
             return
@@ -121,12 +121,18 @@ class EngineKeeper(EngineHand):
             return False
         seen = await self.adapter.observe()
         for _ in range(_UNHEALTHY_LOOKS_MAX):
-            if seen.state is not EngineState.UNREACHABLE or self.process_identity is None:
+            if seen.state is not EngineState.UNREACHABLE or seen.is_our_fault or self.process_identity is None:
                 break
             await asyncio.sleep(POLL_SECONDS_MAX)
             seen = await self.adapter.observe()
+        if seen.is_our_fault:
+            self._say_unseen(seen.detail)
+            return True  # it serves as far as anybody knows; a closed gate stays closed
+        self._unseen = False
         if seen.state is not EngineState.RUNNING:
             self.state, self.verified = seen.state, False
+            if seen.state is not EngineState.UNREACHABLE:
+                self.released()  # whatever brought it there: it has to prove itself before it is routed again
             self.node.alert(
                 "critical",
                 "engine_not_running",
@@ -145,26 +151,40 @@ class EngineKeeper(EngineHand):
         self.report()
         return True
 
+    def _say_unseen(self, detail: str) -> None:
+        if not self._unseen:
+            self._unseen = True
+            sentence = f"engine {self.name} cannot be asked for its state ({detail}); it is left as it is"
+            log.error("engine cannot be asked", engine=self.name, detail=detail)
+            self.node.alert("critical", "engine_not_observable", sentence, engine_id=self.engine_id)
+
     async def _stop_gently(self) -> None:
         await self.close_gate()
         await self.gate.wait_drained(self.engine_id, self.policy.drain_seconds_max)
         self.remember(verified=None)
         if self.process is not None:
             await self.process.stop(self.settings.stop_seconds_max)
-        self.restart_wanted = False
+        self.restart_wanted = True  # until the new process has been started
 
     # ---- bringing an engine back --------------------------------------------------------------------------------
 
-    async def bring_back(self, step: StepSink) -> None:
-        """From any state to running, right and routed. Raises, with the gate closed, if it is not."""
+    async def bring_back(self, step: StepSink, policy: EnginePolicy | None = None) -> None:
+        """From any state to running, right and routed. Raises, with the gate closed, if it is not.
+
+        ``policy``: the snapshot of the loan that it is brought back from.
+        """
         await self.ensure_route()
-        await self.close_gate()
+        await self.close_gate(policy)
         self.verified = False
         self.report()
-        seen = await self._ensure_process(step)
-        if seen.state is not EngineState.RUNNING:
-            await self.wake(step)
-        await self.verify(step, take_golden=True)
+        try:
+            seen = await self._ensure_process(step)
+            if seen.state is not EngineState.RUNNING:
+                self.released()
+                await self.wake(step, policy)
+            await self.verify(step, policy, take_golden=self.may_give_golden())
+        finally:
+            self.room_taken()
         await self.open_gate(step)
 
     async def _ensure_process(self, step: StepSink) -> Observation:
@@ -173,24 +193,30 @@ class EngineKeeper(EngineHand):
         seen = Observation(EngineState.GONE) if incarnation is None else await self.adapter.observe()
         condemned = incarnation is not None and self.data.get("condemned") == incarnation
         # Alive, verified once, and silent: waiting for its start to end would wait for ever.
-        stuck = seen.state is EngineState.UNREACHABLE and self.data.get("verified") == incarnation
-        broken = seen.state in (EngineState.GONE, EngineState.FAILED) or condemned or stuck
+        silent = seen.state is EngineState.UNREACHABLE and not seen.is_our_fault
+        stuck = silent and incarnation in (self.data.get("verified"), self.data.get("released"))
+        broken = seen.state in (EngineState.GONE, EngineState.FAILED) or condemned or stuck or self.restart_wanted
         if self.process is None:
             if broken and not condemned:
                 self.set_state(seen.state)
                 raise EngineLost(f"attached engine {self.name} is {seen.state}. {seen.detail}".strip())
             return seen  # a condemned one is asked again: its owner may have mended it
         if broken:
-            if self.policy.restart == "never" and self.started_once:
+            if self.policy.restart == "never" and self._was_started() and not self.restart_wanted:
                 self.set_state(seen.state)
                 raise EngineLost(f"engine {self.name} is {seen.state} and its policy says restart = never")
             await self.process.stop(self.settings.stop_seconds_max)
             await self.prove_room(step)
             self.process.start(self.policy)
-            self.started_once = True
+            self.restart_wanted = False
+            self.remember(started_in_boot=self.node.boot_id, released=None, verified=None)
             log.info("engine started", engine=self.name, incarnation=self.incarnation)
         self.set_state(EngineState.STARTING)
         return await self._wait_healthy()
+
+    def _was_started(self) -> bool:
+        """Since the node booted, by this agent or an earlier one."""
+        return self.data.get("started_in_boot") == self.node.boot_id
 
     async def _wait_healthy(self) -> Observation:
         loop = asyncio.get_running_loop()
@@ -202,6 +228,8 @@ class EngineKeeper(EngineHand):
                 if seen.state is not EngineState.UNREACHABLE:
                     self.set_state(seen.state)
                     return seen
+                if seen.is_our_fault:
+                    raise EngineLost(f"engine {self.name} is up and cannot be asked for its state: {seen.detail}")
             if self.process is not None and not self.process.alive:
                 self.set_state(EngineState.GONE)
                 raise EngineLost(f"engine {self.name} ended while it started; see {self.process.log_path}")

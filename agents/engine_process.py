@@ -80,9 +80,11 @@ class EngineProcess:
         return self.process is not None and is_same(self.process)
 
     def pids(self) -> set[int]:
-        """Its own pid and those of its descendants; empty once it is gone."""
-        if self.process is None or not self.alive:
+        """Its own pid and those of its descendants, of which some may outlive it."""
+        if self.process is None:
             return set()
+        if not self.alive:
+            return set(find_by_environ(ENGINE_MARK, self._engine_id))
         return {self.process.pid, *descendants(self.process.pid)}
 
     def start(self, policy: EnginePolicy) -> ProcessIdentity:
@@ -128,18 +130,22 @@ class EngineProcess:
         replace_json(self._directory / "process.json", value)
 
     async def stop(self, seconds_max: float) -> None:
-        """SIGTERM, then SIGKILL to it and what it left behind; raises EngineWillNotDie."""
+        """SIGTERM, then SIGKILL to it and what it left behind, also by an engine that died; raises EngineWillNotDie."""
         process, pids = self.process, self.pids()
-        if process is None:
-            return
         left = [known for pid in pids if (known := identity(pid)) is not None]
-        send_signal(process, signal.SIGTERM)
-        if not await wait_exited(process, seconds_max):
-            send_signal(process, signal.SIGKILL)
+        if process is not None:
+            send_signal(process, signal.SIGTERM)
+            if not await wait_exited(process, seconds_max):
+                send_signal(process, signal.SIGKILL)
+            await wait_exited(process, _KILL_SECONDS_MAX)
+        for pid in find_by_environ(ENGINE_MARK, self._engine_id):
+            known = identity(pid)
+            if known is not None and known not in left:
+                left.append(known)
         for known in left:
             if known != process:
                 send_signal(known, signal.SIGKILL)
-        for known in [process, *left]:
+        for known in left:
             if not await wait_exited(known, _KILL_SECONDS_MAX):
                 raise EngineWillNotDie(f"pid {known.pid} of engine {self._engine_id} does not end")
         if self._child is not None:

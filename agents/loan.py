@@ -10,8 +10,7 @@ What happens in each state is in the modules beside this one: ``loan_release`` (
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Iterable
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -20,7 +19,7 @@ from . import loan_release, loan_restore, loan_work
 from .attempt_run import AttemptRun, Stop
 from .engine_hand import StepSink
 from .engine_keeper import EngineKeeper
-from .journal import LoanRow, boottime
+from .journal import LoanRow, StepRow, boottime
 from .node import Node
 from .probe import DeviceFacts
 from .protocol.loans import LoanEvent, LoanState, LoanStep, advance
@@ -31,6 +30,7 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 HAND_SECONDS_MAX: Final = 10.0
+UNKILLABLE: Final = "unkillable"
 # Recall reasons that the agent gives itself; others come with the order.
 RESTORE_BY: Final = "RestoreBy"
 
@@ -52,6 +52,8 @@ class Loan:
         self.engine_lost = set(row.engine_lost)
         self.engines = [keepers[engine_id] for engine_id in row.order.engine_ids]
         written = node.journal.steps(self.loan_id)
+        # True in the agent that accepted it: everything that was looked at, was looked at by this very process.
+        self.is_fresh = all(step.step is LoanStep.ACCEPTED for step in written)
         self.taken = {(row.step, row.engine_id) for row in written}
         self._intended = {row.attempt_id for row in written if row.step is LoanStep.SPAWN_INTENT}
         self.attempts: dict[str, AttemptRun] = {}
@@ -64,8 +66,19 @@ class Loan:
         self._settled: tuple[float, dict[str, DeviceFacts]] | None = None
         if row.recalled is not None:
             self._recalled.set()
+        if row.boot_id != node.boot_id:
+            # Its clock has begun anew, and whatever ran is over: nothing more is started in this loan.
+            self.restore_by_boottime = None
+            self.recall("NodeRebooted")
+        self._hands: dict[str, asyncio.Lock] = {}
+        self.unkillable = self._unkillable_before(row for row in written if row.step is LoanStep.EXIT_RECORDED)
         for spec, stop in node.journal.live_attempts(self.loan_id):
             self._add(spec, stop)
+
+    def _unkillable_before(self, exits: Iterable[StepRow]) -> list[tuple[str, Reason]]:
+        """What an earlier agent could not kill, by attempt; `clear` adds what this one could not."""
+        ends = [self.node.journal.attempt_end(row.attempt_id) for row in exits if row.attempt_id is not None]
+        return [(end.attempt_id, end.cleanup) for end in ends if end and end.cleanup and end.cleanup.code == UNKILLABLE]
 
     # ---- what it is -------------------------------------------------------------------------------------------
 
@@ -244,26 +257,34 @@ class Loan:
 
     async def run(self) -> None:
         """To the end. Cancelling it (the agent stops) leaves everything as it is for the next agent."""
-        async with AsyncExitStack() as hands:
-            try:
-                await self._take_hands(hands)
-                self.holding.set()
-                while self.state is not LoanState.CLOSED:
-                    await self._act()
-                self._finish()
-            finally:
-                self.holding.set()
-        for engine in self.engines:
+        try:
+            await self._take_hands()
+            self.holding.set()
+            while self.state is not LoanState.CLOSED:
+                await self._act()
+            self._finish()
+        finally:
+            self.holding.set()
+            for engine in self.engines:
+                self.give_back(engine)
+
+    def give_back(self, engine: EngineKeeper) -> None:
+        """The engine is its keeper's again; this loan does not act on it any more. Idempotent."""
+        hand = self._hands.pop(engine.engine_id, None)
+        if hand is not None:
+            hand.release()
             engine.poke()
 
-    async def _take_hands(self, hands: AsyncExitStack) -> None:
+    def holds(self, engine: EngineKeeper) -> bool:
+        return engine.engine_id in self._hands
+
+    async def _take_hands(self) -> None:
         for engine in sorted(self.engines, key=lambda keeper: keeper.engine_id):
-            if self.state is not LoanState.DRAINING:
-                await hands.enter_async_context(engine.hand)
-                continue
+            bound = HAND_SECONDS_MAX if self.state is LoanState.DRAINING else None
             try:
-                async with asyncio.timeout(HAND_SECONDS_MAX):
-                    await hands.enter_async_context(engine.hand)
+                async with asyncio.timeout(bound):
+                    await engine.hand.acquire()
+                self._hands[engine.engine_id] = engine.hand
             except TimeoutError:
                 sentence = f"engine {engine.name} is being looked after and cannot be lent now"
                 self.take(LoanEvent.PREFLIGHT_REFUSED, Reason(code="EngineNotReady", sentence=sentence))

@@ -243,7 +243,13 @@ async def _park_engine(loan: Loan, engine: EngineKeeper) -> None:
     said = ""
     if not loan.has(LoanStep.PARK_SENT, engine):
         tags = sorted(policy.restore_modes)
-        engine.remember(verified=None)
+        if not loan.is_fresh:
+            loan.recall("AgentRestarted")  # preflight and golden answer were an earlier agent's
+        left = loan.seconds_left()
+        if loan.recalled or (left is not None and left <= 0):
+            sentence = f"engine {engine.name} was not asked to park any more ({loan.recall_reason or 'RestoreBy'})"
+            raise Refused(LoanEvent.PARK_REFUSED, loan.recall_reason or "RestoreBy", sentence)
+        engine.released()
         loan.step(LoanStep.PARK_SENT, engine, data={"tags": tags, "device_bytes": engine.device_bytes})
         engine.set_state(EngineState.PARKING)
         try:

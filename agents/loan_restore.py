@@ -13,6 +13,7 @@ import structlog
 from .engine_hand import CanaryFailed, EngineLost
 from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
 from .gates.base import GateError, GateRouteUnknown
+from .processes import environ_value, identity
 from .protocol.loans import LoanEvent, LoanState
 from .protocol.wire import EngineState, GateState, Reason
 
@@ -24,15 +25,15 @@ log = structlog.get_logger(__name__)
 _BACK_OFF_SECONDS_FIRST: Final = 0.25
 _BACK_OFF_SECONDS_MAX: Final = 60.0
 _GATE_SECONDS: Final = 0.5
+_BURIED_POLL_SECONDS: Final = 1.0
 
 
 async def restore(loan: Loan) -> None:
-    """Waking or verifying to closed, or to faulted."""
+    """Waking or verifying to closed, by way of faulted if an engine does not come back at once."""
     loan.end_unstarted(loan.reason)
     still_waking = {engine.engine_id for engine in loan.engines}
     await asyncio.gather(*(_restore_engine(loan, engine, still_waking) for engine in loan.engines))
-    if loan.state is LoanState.VERIFYING:
-        loan.take(LoanEvent.CANARY_RIGHT)
+    loan.take(LoanEvent.CANARY_RIGHT if loan.state is LoanState.VERIFYING else LoanEvent.ENGINE_BACK)
 
 
 async def _restore_engine(loan: Loan, engine: EngineKeeper, still_waking: set[str]) -> None:
@@ -53,17 +54,28 @@ async def _restore_engine(loan: Loan, engine: EngineKeeper, still_waking: set[st
         await _open(loan, engine)
     except EngineLost as lost:
         late = LoanEvent.RESUME_DEADLINE if lost.timed_out and loan.state is LoanState.WAKING else LoanEvent.ENGINE_LOST
-        _fault(loan, engine, late, "EngineLost", str(lost))
+        await _fault(loan, engine, late, "EngineLost", str(lost))
     except CanaryFailed as failed:
         event = LoanEvent.CANARY_DEADLINE if failed.timed_out else LoanEvent.CANARY_WRONG
         if loan.state is LoanState.WAKING:  # another engine still wakes: the table knows no canary there
             event = LoanEvent.ENGINE_LOST
-        _fault(loan, engine, event, "WakeCorrupt", str(failed))
+        await _fault(loan, engine, event, "WakeCorrupt", str(failed))
+    except ENGINE_TROUBLE as error:
+        await _fault(loan, engine, LoanEvent.ENGINE_LOST, "EngineLost", str(error))
+    else:
+        loan.give_back(engine)
+        return
+    await _recover_engine(loan, engine)
 
 
-def _fault(loan: Loan, engine: EngineKeeper, event: LoanEvent, code: str, sentence: str) -> None:
+async def _fault(loan: Loan, engine: EngineKeeper, event: LoanEvent, code: str, sentence: str) -> None:
     engine.verified = False
     engine.reason = Reason(code=code, sentence=sentence)
+    try:
+        # It may be open: an earlier agent may have died right after it opened it.
+        await engine.close_gate(loan.policy_of(engine))
+    except GateError as error:
+        log.warning("the gate of a faulted engine does not answer", engine=engine.name, error=str(error))
     engine.report()
     if loan.state in (LoanState.WAKING, LoanState.VERIFYING):
         loan.take(event, engine.reason, engine)
@@ -75,10 +87,12 @@ async def _open(loan: Loan, engine: EngineKeeper) -> None:
     """Opens the gate, for as long as it takes a gateway that is away to come back."""
     while True:
         try:
-            await engine.open_gate(loan.sink(engine))
+            try:
+                await engine.open_gate(loan.sink(engine))
+            except GateRouteUnknown:
+                await engine.ensure_route()
+                await engine.open_gate(loan.sink(engine))
             return
-        except GateRouteUnknown:
-            await engine.ensure_route()
         except GateError as error:
             log.warning("the gate does not answer; it is tried again", engine=engine.name, error=str(error))
             await asyncio.sleep(_GATE_SECONDS)
@@ -87,17 +101,36 @@ async def _open(loan: Loan, engine: EngineKeeper) -> None:
 async def recover(loan: Loan) -> None:
     """Faulted to closed: every engine that is not back is brought back, as often as it takes."""
     loan.end_unstarted(loan.reason)
-    await asyncio.gather(*(_recover_engine(loan, engine) for engine in loan.engines))
-    for device_id in loan.order.device_ids:
-        loan.node.quarantined.pop(device_id, None)
+    await _until_buried(loan)
+    await asyncio.gather(*(_recover_engine(loan, engine) for engine in loan.engines if loan.holds(engine)))
     loan.take(LoanEvent.ENGINE_BACK)
+
+
+async def _until_buried(loan: Loan) -> None:
+    """While processes of a job survive SIGKILL, its devices are nobody else's, the engine included."""
+    quarantined = loan.node.quarantined
+    while any(_is_left(attempt_id, reason) for attempt_id, reason in loan.unkillable):
+        for device_id in loan.order.device_ids:
+            quarantined.setdefault(device_id, loan.unkillable[0][1])
+        await asyncio.sleep(_BURIED_POLL_SECONDS)
+    ours = [reason for _, reason in loan.unkillable]
+    for device_id in loan.order.device_ids:
+        if quarantined.get(device_id) in ours:
+            del quarantined[device_id]
+    loan.unkillable.clear()
+
+
+def _is_left(attempt_id: str, reason: Reason) -> bool:
+    """One of the processes is still there; one whose environment cannot be read is taken for it."""
+    pids = [int(pid) for pid in reason.data.get("pids", [])]
+    return any(identity(pid) is not None and environ_value(pid, "LULL_ATTEMPT") in (attempt_id, None) for pid in pids)
 
 
 async def _recover_engine(loan: Loan, engine: EngineKeeper) -> None:
     back_off, failures = _BACK_OFF_SECONDS_FIRST, 0
-    while not (engine.verified_now() and engine.gate_state is GateState.OPEN):
+    while not await _is_back(engine):
         try:
-            await engine.bring_back(loan.sink(engine))
+            await engine.bring_back(loan.sink(engine), loan.policy_of(engine))
         except ENGINE_TROUBLE as error:
             failures += 1
             engine.reason = Reason(code="EngineNotReady", sentence=str(error))
@@ -114,3 +147,14 @@ async def _recover_engine(loan: Loan, engine: EngineKeeper) -> None:
             await asyncio.sleep(back_off)
             back_off = min(_BACK_OFF_SECONDS_MAX, back_off * 2)
     engine.set_state(EngineState.RUNNING)
+    loan.give_back(engine)
+
+
+async def _is_back(engine: EngineKeeper) -> bool:
+    """By the gate's own word, not by memory."""
+    if not engine.verified_now():
+        return False
+    try:
+        return (await engine.gate.observe(engine.engine_id)).state is GateState.OPEN
+    except GateError:
+        return False

@@ -45,10 +45,10 @@ async def work(loan: Loan) -> None:
 async def _until_over(loan: Loan) -> LoanEvent:
     while True:
         loan.changed.clear()
-        for run in loan.live_attempts:
-            run.begin(_check_room)
         if loan.recalled:
             return loan.recall_event()
+        for run in loan.live_attempts:
+            run.begin(_check_room)
         left = loan.seconds_left()
         if left is not None and left <= 0:
             loan.recall("RestoreBy")
@@ -109,13 +109,11 @@ async def clear(loan: Loan) -> None:
         else:
             run.end_unstarted(reason)
     await asyncio.gather(*(run.ended.wait() for run in loan.attempts.values()))
-    for run in loan.attempts.values():
-        if run.unkillable is not None:
-            for device_id in loan.order.device_ids:
-                loan.node.quarantined[device_id] = run.unkillable
-            loan.node.alert("critical", "unkillable", run.unkillable.sentence, loan_id=loan.loan_id)
-            loan.take(LoanEvent.UNKILLABLE, run.unkillable)
-            return
+    loan.unkillable += [(run.attempt_id, run.unkillable) for run in loan.attempts.values() if run.unkillable]
+    for _, left in loan.unkillable[:1]:
+        loan.node.alert("critical", "unkillable", left.sentence, loan_id=loan.loan_id)
+        loan.take(LoanEvent.UNKILLABLE, left)
+        return
     for engine in loan.engines:
         if engine.process_identity is None and engine.engine_id not in loan.engine_lost:
             sentence = f"engine {engine.name} ended while it was parked"

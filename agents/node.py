@@ -75,6 +75,8 @@ class Node:
         self.quarantined: dict[str, Reason] = {}
         self.connected = asyncio.Event()  # set while the scheduler's order stream is up
         self.spares = SpareRunners()
+        # Engines that were promised room and have not taken it all yet: what each still takes, by device.
+        self.waking: dict[str, Callable[[dict[str, DeviceFacts]], dict[str, int]]] = {}
         self.on_change: Callable[[], None] = lambda: None  # an engine, loan or attempt changed: look at occupancy
         self._probe = HostMemoryProbe({device.device_id: device.capacity_bytes for device in devices})
 

@@ -78,7 +78,8 @@ class Orders:
                 self._open_loan(order)
             case StartAttempt():
                 loan = self._daemon.loans.get(order.loan_id)
-                if loan is None or not loan.add_attempt(order.attempt):
+                inside = loan is not None and set(order.attempt.device_ids) <= set(loan.order.device_ids)
+                if loan is None or not inside or not loan.add_attempt(order.attempt):
                     self._not_started(order.loan_id, order.attempt, "LoanOver", "the loan takes no more work")
             case StopAttempt():
                 if not self._stop(order.attempt_id, order.end):
@@ -133,9 +134,15 @@ class Orders:
             return "this node's agent stops"
         if self._journal.loan(order.loan_id) is not None:
             return "this loan was opened here before"
+        if daemon.node.disk_is_short():
+            return "the agent's disk is too full to keep a journal"
+        if any(not set(spec.device_ids) <= set(order.device_ids) for spec in order.attempts):
+            return "an attempt names devices that are not in the loan"
         for device_id in order.device_ids:
             if device_id not in daemon.node.devices:
                 return f"device {device_id} is not on this node"
+            if device_id in daemon.node.quarantined:
+                return daemon.node.quarantined[device_id].sentence
             other = daemon.loan_on(device_id)
             if other is not None:
                 return f"device {device_id} is in loan {other.loan_id}"

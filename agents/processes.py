@@ -7,6 +7,7 @@ that was opened first and compared with that identity after.
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import os
 import select
@@ -82,8 +83,12 @@ def open_process(process: ProcessIdentity) -> int | None:
         return None
     try:
         pidfd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return None
+    except (ProcessLookupError, FileNotFoundError):
+        return None  # FileNotFoundError, or EINVAL on older kernels: the number is a thread of another process now
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return None
+        raise
     # From here the pidfd is bound to one process: if the start time fits now, it is the one that was meant.
     if start_ticks(process.pid) != process.start_ticks:
         os.close(pidfd)

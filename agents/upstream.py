@@ -7,6 +7,7 @@ scheduler everything on the node goes on; the journal keeps what there is to tel
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from pydantic import ValidationError
 from .errors import AgentError, ConfigError
 from .journal import Journal
 from .loopback import NO_TLS
-from .protocol.wire import OrderEnvelope, Register, Registered, ReportBatch, ReportsAnswer
+from .protocol.wire import OrderEnvelope, PolicyInForce, Register, Registered, ReportBatch, ReportsAnswer
 
 log = structlog.get_logger(__name__)
 
@@ -99,7 +100,7 @@ class Upstream:
         reply = await self.client.post("/agent/register", **_json(register))
         if reply.status_code != 200:
             raise AgentError(f"register: HTTP {reply.status_code}: {reply.text[:500]}")
-        registered = Registered.model_validate_json(reply.content)
+        registered = read_registered(reply.content)
         self._node_id, self._incarnation = register.node_id, registered.incarnation
         self._journal.acknowledge(registered.acknowledged)
         await self._on_registered(registered)
@@ -132,7 +133,7 @@ class Upstream:
                     raise AgentError(f"an order longer than {_LINE_BYTES_MAX} bytes")
                 for line in lines:
                     if line:
-                        envelope = OrderEnvelope.model_validate_json(line)
+                        envelope = read_order(line)
                         if envelope.seq:
                             await self._on_order(envelope)
 
@@ -166,6 +167,35 @@ class Upstream:
             if answer.unsupported:
                 log.warning("the scheduler does not know these reports", ids=answer.unsupported)
             self._journal.acknowledge(answer.acknowledged)
+
+
+def read_order(line: bytes) -> OrderEnvelope:
+    """One line of the stream. An order that this version cannot read becomes one that it does not know: it is
+    answered `unsupported`, and those behind it are not held up. Raises AgentError for what is no order at all."""
+    try:
+        return OrderEnvelope.model_validate_json(line)
+    except ValidationError as error:
+        try:
+            raw: dict[str, Any] = json.loads(line)
+            kind = f"unreadable {raw['order']['kind']}: {error.errors()[0]['loc']}"
+            return OrderEnvelope.model_validate({**raw, "order": {"kind": kind[:200]}})
+        except (ValueError, KeyError, TypeError, ValidationError) as again:
+            raise AgentError(f"a line of the order stream is no order: {line[:200]!r}") from again
+
+
+def read_registered(content: bytes) -> Registered:
+    """The answer to a registration; policies that this version cannot read are left out, and the old ones rule on."""
+    try:
+        return Registered.model_validate_json(content)
+    except ValidationError:
+        raw: dict[str, Any] = json.loads(content)
+        kept: list[PolicyInForce] = []
+        for one in raw.get("policies", []):
+            try:
+                kept.append(PolicyInForce.model_validate(one))
+            except ValidationError as error:
+                log.error("a policy cannot be read", policy=one, error=str(error))
+        return Registered.model_validate({**raw, "policies": kept})
 
 
 def _json(message: Any) -> dict[str, Any]:

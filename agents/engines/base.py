@@ -22,6 +22,9 @@ class Observation:
     parked_tags: tuple[str, ...] = ()
     clock_skew_seconds: float | None = None
     detail: str = ""
+    # With UNREACHABLE: it was not asked in a way that it can answer (our key, our own descriptors), so its silence
+    # says nothing about the engine and is no reason to touch it.
+    is_our_fault: bool = False
 
 
 @dataclass(frozen=True, slots=True)

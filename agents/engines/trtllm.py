@@ -8,6 +8,7 @@ the engine starts, so a policy is honoured by the flags of its command, never by
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from .base import Answer, Observation
 
 _CONNECT_SECONDS: Final = 5.0
 _STATUS_SECONDS: Final = 10.0
+_LOCAL_WANTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 CANARY_HEADER: Final = "x-lull-canary"
 
 _STATES: Final = {
@@ -60,14 +62,16 @@ class TrtllmAdapter:
     async def observe(self) -> Observation:
         try:
             reply = await self._control("GET", "/memory_status", None, _STATUS_SECONDS)
-        except (EngineUnreachable, EngineTimedOut, EngineAuthRefused, EngineRefused) as error:
-            return Observation(EngineState.UNREACHABLE, detail=str(error))
+        except (EngineUnreachable, EngineTimedOut, EngineRefused) as error:
+            return Observation(EngineState.UNREACHABLE, detail=str(error), is_our_fault=_is_local(error))
+        except EngineAuthRefused as error:
+            return Observation(EngineState.UNREACHABLE, detail=str(error), is_our_fault=True)
         skew = self._clock_skew(reply)
         try:
             body = reply.json()
             state = _STATES[MemoryState(body["state"])]
             tags = tuple(str(tag) for tag in body["parked_tags"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             return Observation(
                 EngineState.UNREACHABLE, clock_skew_seconds=skew, detail=f"odd status: {reply.text[:200]}"
             )
@@ -99,7 +103,7 @@ class TrtllmAdapter:
             raise EngineRefused(reply.status_code, _error_text(reply))
         try:
             return _parse_answer(reply.json())
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
             raise EngineRefused(reply.status_code, f"odd completion: {error!r}") from error
 
     async def _control(self, method: str, path: str, body: Any, seconds_max: float) -> httpx.Response:
@@ -142,6 +146,15 @@ class TrtllmAdapter:
             return parsedate_to_datetime(date).timestamp() - self._now()
         except (ValueError, TypeError):
             return None
+
+
+def _is_local(error: BaseException | None) -> bool:
+    """True if a want of this process's own (descriptors, ports, memory) is behind it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _LOCAL_WANTS:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _parse_answer(body: dict[str, Any]) -> Answer:
