@@ -6,6 +6,7 @@ the footprints without which an engine could not be brought back safely.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -14,16 +15,31 @@ from typing import Any, cast
 
 
 def replace_json(path: Path, value: dict[str, Any], *, flush: bool = True) -> None:
-    """Mode 0600; whoever reads it finds the old content or the new one, and with ``flush`` also after a power cut."""
+    """Mode 0600; whoever reads it finds the old content or the new one, and with ``flush`` also after a power cut.
+
+    Raises OSError, and then the old content is there and nothing else is left.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, json.dumps(value).encode())
-        if flush:
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-    temporary.replace(path)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(fd, json.dumps(value).encode())
+            if flush:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """A disk that fills up takes a part of a write first, without an error."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
 
 
 def read_json(path: Path) -> dict[str, Any]:
