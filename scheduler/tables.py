@@ -62,6 +62,8 @@ nodes = Table(
     Column("incarnation", BigInteger, nullable=False),
     Column("confirmed_incarnation", BigInteger, nullable=False),  # the registration that the agent really uses
     Column("acknowledged", BigInteger, nullable=False),  # reports of this journal up to here are in
+    # Those up to here waited at the node when it registered.
+    Column("newest_report", BigInteger, nullable=False, server_default="0"),
     Column("order_seq", BigInteger, nullable=False),  # the last one given
     Column("fence_seq", BigInteger, nullable=False),  # orders up to here are over
     Column("heard_count", BigInteger, nullable=False),

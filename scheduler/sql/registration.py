@@ -57,7 +57,10 @@ def register(tx: Tx, register: Register, now: float, lease_seconds: float) -> Re
         )
     if len(register.loans) + len(register.attempts) > _HELD_MAX:
         raise InvalidRequest("loans", f"a node may hold {_HELD_MAX} loans and attempts")
-    if max(register.incarnation, register.orders_after, *register.epochs.values(), 0) > _MARK_MAX:
+    if (
+        max(register.incarnation, register.orders_after, register.newest_report, *register.epochs.values(), 0)
+        > _MARK_MAX
+    ):
         raise InvalidRequest("incarnation", f"the marks that a node has persisted are at most {_MARK_MAX}")
     node = _write_node(tx, register, now)
     _write_inventory(tx, register, now)
@@ -98,6 +101,7 @@ def _write_node(tx: Tx, register: Register, now: float) -> RowMapping:
         "boot_id": register.boot_id,
         "machine_id": register.machine_id,
         "journal_id": register.journal_id,
+        "newest_report": register.newest_report,
         "last_seen_at": now,
         "silent_since": None,
         "registered_at": now,
@@ -201,8 +205,8 @@ def put_in_use(tx: Tx, node: RowMapping, now: float) -> None:
     rebooted, forgot = node["boot_before_id"] is not None, node["journal_before_id"] is not None
     for attempt in _missing(tx, attempts, node["id"], incarnation):
         _settle_attempt(tx, attempt, now, rebooted=rebooted, forgot=forgot)
-    for loan in _missing(tx, loans, node["id"], incarnation):
-        _settle_loan(tx, loan, now, forgot=forgot)
+    if node["newest_report"] <= node["acknowledged"]:
+        settle_loans(tx, node, now)
     tx.conn.execute(
         update(nodes)
         .where(nodes.c.id == node["id"])
@@ -258,6 +262,13 @@ def _was_accepted(tx: Tx, attempt: RowMapping) -> bool:
         ):
             return True
     return False
+
+
+def settle_loans(tx: Tx, node: RowMapping, now: float) -> None:
+    """Once the reports are in that waited at the node: a loan that ended while nobody listened is not listed, and
+    they say how it ended."""
+    for loan in _missing(tx, loans, node["id"], node["incarnation"]):
+        _settle_loan(tx, loan, now, forgot=node["journal_before_id"] is not None)
 
 
 def _settle_loan(tx: Tx, loan: RowMapping, now: float, *, forgot: bool) -> None:

@@ -62,6 +62,8 @@ def take(tx: Tx, batch: ReportBatch, now: float) -> ReportsAnswer:
         acknowledged = number
         if not _take_one(tx, batch.node_id, raw, now):
             unsupported.append(number)
+    if node["acknowledged"] < node["newest_report"] <= acknowledged:
+        registration.settle_loans(tx, node, now)
     values: dict[str, Any] = {
         "acknowledged": acknowledged,
         "heard_count": nodes.c.heard_count + 1,

@@ -160,7 +160,8 @@ def _loans(conn: Connection) -> Iterable[Loan]:
             state=LoanState(row["state"]),
             need_bytes=row["need_bytes"],
             room_bytes={DeviceId(key): nbytes for key, nbytes in row["room_bytes"].items()},
-            recall_ordered=row["recall_ordered"],
+            # One that its node did not list is over there; its reports will say how.
+            recall_ordered=row["recall_ordered"] or row["missing_incarnation"] is not None,
             engine_lost=row["engine_lost"],
         )
 

@@ -186,6 +186,54 @@ async def test_an_end_that_is_told_at_registration_counts(store: Store, agent: M
     assert (await job_of(store, ordered)).exit_code == 7
 
 
+async def test_a_loan_that_ended_while_the_server_was_away_is_closed_by_its_own_reports(
+    store: Store, submit: Submit, deciding: Deciding
+) -> None:
+    agent = ModelAgent(store, devices=[device("gpu", free=0)], engines=[engine("alpha", {"gpu": GIB})])
+    await agent.register()
+    job_id = await submit()
+    await deciding()
+    order = await agent.one_order()
+    await agent.accept(order)
+    ended = _attempt(order, AttemptState.ENDED, end=AttemptEnd.NOT_STARTED)
+    late = [
+        agent.envelope(_changed(order, LoanEvent.DRAINED, LoanState.PARKING)),
+        agent.envelope(_changed(order, LoanEvent.PARKED, LoanState.SETTLING)),
+        agent.envelope(_changed(order, LoanEvent.MEMORY_NOT_FREE, LoanState.WAKING)),
+        agent.envelope(ended),
+        agent.envelope(_changed(order, LoanEvent.RUNNING, LoanState.VERIFYING)),
+        agent.envelope(_changed(order, LoanEvent.CANARY_RIGHT, LoanState.CLOSED)),
+    ]
+    agent.loans.clear()
+    agent.attempts["a"] = ended
+    agent.marks = {"newest_report": agent.report_id}
+    await agent.register()
+    assert (await store.get_loan(order.loan_id)).state is LoanState.DRAINING
+    assert await deciding() == 0, "nothing is recalled"
+    await agent.send(*late[:3])
+    await agent.send(*late[3:])
+    assert (await store.get_loan(order.loan_id)).state is LoanState.CLOSED
+    assert (await store.get_job(job_id)).state is JobState.QUEUED
+    assert (await store.get_engine("alpha")).not_before > time.time(), "its park did not work: it is left alone"
+    assert len(await store.events_after(0, 1000, types=["park_ineffective"])) == 1
+    assert await alerts(store) == []
+    assert await agent.orders() == []
+
+
+async def test_a_loan_of_which_no_report_speaks_is_settled_after_them(
+    store: Store, agent: ModelAgent, ordered: OpenLoan
+) -> None:
+    late = agent.envelope(Alert(severity="info", code="x", sentence="x"))
+    agent.marks = {"newest_report": agent.report_id}
+    await agent.register()
+    assert (await store.get_loan(ordered.loan_id)).state is not LoanState.CLOSED
+    await agent.send(late)
+    loan = await store.get_loan(ordered.loan_id)
+    assert loan.state is LoanState.CLOSED
+    assert loan.reason is not None
+    assert loan.reason.code == "LoanNotHeld"
+
+
 async def test_what_is_held_and_closed_here_is_to_be_given_back(
     store: Store, agent: ModelAgent, ordered: OpenLoan
 ) -> None:
