@@ -3,6 +3,7 @@
 AgentError
 ├── ConfigError              the operator has to change a file or a flag
 ├── JournalCorrupt           quarantine the node, find out by observation
+├── JournalUnavailable       its disk or its lock refuses it: nothing is wrong with what it holds; start again later
 ├── JournalTooNew            refuse to start
 ├── EngineUnreachable        no answer: never taken for parked
 ├── EngineRefused            the engine said no before any change; `.status` is its HTTP status
@@ -24,6 +25,10 @@ class ConfigError(AgentError):
 
 class JournalCorrupt(AgentError):
     """The journal cannot be read back; nothing may be guessed from it."""
+
+
+class JournalUnavailable(AgentError):
+    """The journal cannot be opened or made now, and it is not corrupt."""
 
 
 class JournalTooNew(AgentError):

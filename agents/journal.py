@@ -12,7 +12,6 @@ One thread uses a journal (the agent's event loop).
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import time
 import uuid
@@ -22,19 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import TypeAdapter
-
-from .errors import JournalCorrupt, JournalTooNew
+from .disk_reserve import DiskReserve
+from .errors import JournalTooNew
+from .journal_file import JournalFile
+from .outbox import OBSERVATIONS_MAX, Outbox
 from .protocol.loans import LoanState, LoanStep
 from .protocol.policy import EnginePolicy
-from .protocol.wire import AttemptChanged, AttemptSpec, LoanStepTaken, OpenLoan, OrderAnswer, Reason, Report
+from .protocol.wire import AttemptChanged, AttemptSpec, LoanStepTaken, OpenLoan, OrderAnswer, Reason
 
 SCHEMA_VERSION: Final = 1
 
 # Flushed before their act.
 INTENTS: Final = frozenset({LoanStep.PARK_SENT, LoanStep.SPAWN_INTENT, LoanStep.RESUME_SENT})
-
-_REPORT: Final[TypeAdapter[Any]] = TypeAdapter(Report)
 
 _SCHEMA: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -85,79 +83,68 @@ class StepRow:
 
 
 class Journal:
-    """Opens or makes the journal in ``path``; raises JournalCorrupt and JournalTooNew."""
+    """Opens or makes the journal in ``path``; raises JournalCorrupt, JournalUnavailable and JournalTooNew."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, reserve: DiskReserve | None = None, *, observations_max: int = OBSERVATIONS_MAX
+    ) -> None:
         self.path = path
-        self.on_report: list[Any] = []  # callables without arguments, called after a report was written
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            (check,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
-            if check != "ok":
-                raise JournalCorrupt(f"{path}: {check}")
-            self._open_schema()
-        except sqlite3.DatabaseError as error:
-            raise JournalCorrupt(f"{path}: {error}") from error
-        path.chmod(0o600)
-        self._depth, self._flush = 0, False
+        self._file = JournalFile(path, self._open_schema, reserve)
+        self.on_report = self._file.on_write  # callables without arguments, called after something was written
+        self._outbox = Outbox(self._file, observations_max)
         self.journal_id = self._meta_or("journal_id", str(uuid.uuid4()))
 
-    def _open_schema(self) -> None:
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+    def _open_schema(self, db: sqlite3.Connection) -> None:
+        (version,) = db.execute("PRAGMA user_version").fetchone()
         if version > SCHEMA_VERSION:
             raise JournalTooNew(
                 f"{self.path} has schema {version}, this version knows {SCHEMA_VERSION}:"
                 " start the newer agent again; running jobs were left alone"
             )
         if version == 0:
-            self._db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {SCHEMA_VERSION};COMMIT;")
+            try:
+                db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {SCHEMA_VERSION};COMMIT;")
+            except sqlite3.Error:
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+                raise
 
     def close(self) -> None:
-        self._db.close()
+        self._file.close()
 
     @contextmanager
     def together(self, *, flush: bool = False) -> Generator[None]:
         """Everything written inside commits at once, or not at all; on disk if any part of it asks for that."""
-        self._flush = self._flush or flush
-        if self._depth:
+        with self._file.together(flush=flush):
             yield
-            return
-        self._db.execute("BEGIN IMMEDIATE")
-        self._depth = 1
-        reported = self._db.total_changes
-        try:
-            yield
-        except BaseException:
-            self._depth, self._flush = 0, False
-            self._db.execute("ROLLBACK")
-            raise
-        self._depth, flush, self._flush = 0, self._flush, False
-        self._db.execute("COMMIT")
-        if flush:
-            self._sync()
-        if self._db.total_changes != reported:
-            for wake in self.on_report:
-                wake()
 
-    def _sync(self) -> None:
-        """Everything committed so far, by one flush of the write-ahead log."""
-        fd = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
+    @property
+    def short(self) -> str:
+        """What the disk refused, if it did: then no new loan is taken, and observations wait. Empty: all is well."""
+        return self._file.short
+
+    @property
+    def in_memory(self) -> bool:
+        """The disk takes nothing: what is written now is lost with this process."""
+        return self._file.in_memory
+
+    def mend(self) -> bool:
+        """Tries to get back what a full disk took; True if all is well."""
+        was_short = bool(self.short)
+        if not self._file.mend():
+            return False
+        if was_short:
+            self._outbox.write_held_back()
+        return True
 
     # ---- identity and marks -----------------------------------------------------------------------------------
 
     def meta(self, key: str) -> str | None:
-        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        row = self._file.read("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
     def set_meta(self, key: str, value: str) -> None:
-        self._db.execute(
+        self._file.write(
             "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = ?", (key, value, value)
         )
 
@@ -182,7 +169,7 @@ class Journal:
 
     def accept_loan(self, order: OpenLoan, *, boot_id: str, state: LoanState, restore_by: float | None) -> None:
         with self.together(flush=True):
-            self._db.execute(
+            self._file.write(
                 "INSERT INTO loan VALUES (?, ?, ?, ?, ?, ?, NULL, '[]', NULL, ?, NULL)",
                 (order.loan_id, order.epoch, order.model_dump_json(), boot_id, restore_by, state, time.time()),
             )
@@ -214,7 +201,7 @@ class Journal:
         if restore_by is not None:
             values["restore_by_boottime"] = restore_by
         columns = ", ".join(f"{name} = ?" for name in values)
-        self._db.execute(f"UPDATE loan SET {columns} WHERE loan_id = ?", (*values.values(), loan_id))  # noqa: S608
+        self._file.write(f"UPDATE loan SET {columns} WHERE loan_id = ?", (*values.values(), loan_id))  # noqa: S608
 
     def loan(self, loan_id: str) -> LoanRow | None:
         rows = self._loans("WHERE loan_id = ?", (loan_id,))
@@ -225,7 +212,7 @@ class Journal:
 
     def _loans(self, where: str, values: tuple[Any, ...]) -> list[LoanRow]:
         columns = "order_json, boot_id, restore_by_boottime, state, recalled, engine_lost, reason"
-        found = self._db.execute(f"SELECT {columns} FROM loan {where}", values)  # noqa: S608
+        found = self._file.read(f"SELECT {columns} FROM loan {where}", values)  # noqa: S608
         return [
             LoanRow(
                 OpenLoan.model_validate_json(row[0]),
@@ -252,7 +239,7 @@ class Journal:
         now = boottime()
         data = data or {}
         with self.together(flush=step in INTENTS):
-            self._db.execute(
+            self._file.write(
                 "INSERT INTO step (loan_id, step, engine_id, attempt_id, at, boottime, data) VALUES (?,?,?,?,?,?,?)",
                 (loan_id, step, engine_id, attempt_id, time.time(), now, json.dumps(data)),
             )
@@ -268,7 +255,7 @@ class Journal:
             )
 
     def steps(self, loan_id: str) -> list[StepRow]:
-        found = self._db.execute(
+        found = self._file.read(
             "SELECT step, engine_id, attempt_id, at, boottime, data FROM step WHERE loan_id = ? ORDER BY seq",
             (loan_id,),
         )
@@ -279,37 +266,37 @@ class Journal:
     def accept_attempt(self, loan_id: str, spec: AttemptSpec) -> bool:
         """False if this attempt was accepted before: it is never started twice."""
         with self.together(flush=True):
-            done = self._db.execute(
+            done = self._file.write(
                 "INSERT INTO attempt VALUES (?, ?, ?, NULL, NULL) ON CONFLICT DO NOTHING",
                 (spec.attempt_id, loan_id, spec.model_dump_json()),
             )
-        return done.rowcount == 1
+        return done == 1
 
     def stop_attempt(self, attempt_id: str, end: str) -> None:
-        self._db.execute("UPDATE attempt SET stop = ? WHERE attempt_id = ? AND ended IS NULL", (end, attempt_id))
+        self._file.write("UPDATE attempt SET stop = ? WHERE attempt_id = ? AND ended IS NULL", (end, attempt_id))
 
     def end_attempt(self, ended: AttemptChanged) -> bool:
         """Writes the end once, with its report; False if it had one."""
         with self.together(flush=True):
-            done = self._db.execute(
+            done = self._file.write(
                 "UPDATE attempt SET ended = ? WHERE attempt_id = ? AND ended IS NULL",
                 (ended.model_dump_json(), ended.attempt_id),
             )
-            if done.rowcount == 1:
+            if done == 1:
                 self.report(ended)
-            return done.rowcount == 1
+            return done == 1
 
     def attempt_end(self, attempt_id: str) -> AttemptChanged | None:
-        row = self._db.execute("SELECT ended FROM attempt WHERE attempt_id = ?", (attempt_id,)).fetchone()
+        row = self._file.read("SELECT ended FROM attempt WHERE attempt_id = ?", (attempt_id,)).fetchone()
         return None if row is None or row[0] is None else AttemptChanged.model_validate_json(row[0])
 
     def attempt_loan(self, attempt_id: str) -> str | None:
-        row = self._db.execute("SELECT loan_id FROM attempt WHERE attempt_id = ?", (attempt_id,)).fetchone()
+        row = self._file.read("SELECT loan_id FROM attempt WHERE attempt_id = ?", (attempt_id,)).fetchone()
         return None if row is None else str(row[0])
 
     def live_attempts(self, loan_id: str) -> list[tuple[AttemptSpec, str | None]]:
         """Those without an end, with the end that was asked for, if any; in the order of acceptance."""
-        found = self._db.execute(
+        found = self._file.read(
             "SELECT spec, stop FROM attempt WHERE loan_id = ? AND ended IS NULL ORDER BY attempt_id", (loan_id,)
         )
         return [(AttemptSpec.model_validate_json(row[0]), row[1]) for row in found.fetchall()]
@@ -317,12 +304,12 @@ class Journal:
     # ---- policies ---------------------------------------------------------------------------------------------
 
     def policy(self, engine_id: str) -> tuple[int, EnginePolicy] | None:
-        row = self._db.execute("SELECT version, policy FROM policy WHERE engine_id = ?", (engine_id,)).fetchone()
+        row = self._file.read("SELECT version, policy FROM policy WHERE engine_id = ?", (engine_id,)).fetchone()
         return None if row is None else (int(row[0]), EnginePolicy.model_validate_json(row[1]))
 
     def set_policy(self, engine_id: str, version: int, policy: EnginePolicy) -> None:
         text = policy.model_dump_json()
-        self._db.execute(
+        self._file.write(
             "INSERT INTO policy VALUES (?, ?, ?) ON CONFLICT (engine_id) DO UPDATE SET version = ?, policy = ?",
             (engine_id, version, text, version, text),
         )
@@ -336,39 +323,31 @@ class Journal:
             self.report(answer)
 
     def report(self, report: Any) -> None:
-        with self.together():
-            self._db.execute(
-                "INSERT INTO outbox (at, report) VALUES (?, ?)", (time.time(), _REPORT.dump_json(report).decode())
-            )
+        self._outbox.add(report)
 
     def unsent(self, limit: int = 500) -> list[dict[str, Any]]:
         """The oldest reports that were not acknowledged, as ReportEnvelope objects."""
-        found = self._db.execute("SELECT id, at, report FROM outbox ORDER BY id LIMIT ?", (limit,))
-        return [{"id": row[0], "at": row[1], "report": json.loads(row[2])} for row in found]
+        return self._outbox.unsent(limit)
 
     def acknowledge(self, report_id: int) -> None:
-        self._db.execute("DELETE FROM outbox WHERE id <= ?", (report_id,))
+        self._outbox.acknowledge(report_id)
 
     def newest_report(self) -> int:
         """The id of the newest report that was not acknowledged; 0 if there is none."""
-        return int(self._db.execute("SELECT coalesce(max(id), 0) FROM outbox").fetchone()[0])
+        return self._outbox.newest()
 
     def ended_unacknowledged(self) -> list[AttemptChanged]:
         """Ends that still wait in the outbox, for the registration."""
-        found = self._db.execute(
-            'SELECT report FROM outbox WHERE report LIKE \'%"kind":"attempt_changed"%\' ORDER BY id'
-        )
-        reports = [AttemptChanged.model_validate_json(row[0]) for row in found]
-        return [report for report in reports if report.end is not None]
+        return self._outbox.ended()
 
     def forget_closed(self, before: float) -> list[str]:
         """Drops closed loans older than ``before`` with their steps and attempts; returns those attempts' ids."""
         with self.together():
-            old = [r[0] for r in self._db.execute("SELECT loan_id FROM loan WHERE closed_at < ?", (before,))]
+            old = [r[0] for r in self._file.read("SELECT loan_id FROM loan WHERE closed_at < ?", (before,))]
             attempts: list[str] = []
             for loan_id in old:
-                found = self._db.execute("SELECT attempt_id FROM attempt WHERE loan_id = ?", (loan_id,))
+                found = self._file.read("SELECT attempt_id FROM attempt WHERE loan_id = ?", (loan_id,))
                 attempts += [str(row[0]) for row in found]
                 for table in ("step", "attempt", "loan"):
-                    self._db.execute(f"DELETE FROM {table} WHERE loan_id = ?", (loan_id,))  # noqa: S608
+                    self._file.write(f"DELETE FROM {table} WHERE loan_id = ?", (loan_id,))  # noqa: S608
         return attempts

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lull.agents.errors import JournalCorrupt, JournalTooNew
+from lull.agents.errors import JournalCorrupt, JournalTooNew, JournalUnavailable
 from lull.agents.journal import Journal
 from lull.agents.protocol.loans import LoanState, LoanStep
 from lull.agents.protocol.policy import EnginePolicy
@@ -136,6 +136,25 @@ def test_overwritten_bytes_are_noticed(path: Path, offset: int) -> None:
         file.write(os.urandom(4096))
     with pytest.raises(JournalCorrupt):
         Journal(path)
+
+
+def test_a_journal_that_cannot_be_opened_is_not_called_corrupt(path: Path) -> None:
+    journal = Journal(path)
+    accept(journal)
+    journal.close()
+    path.rename(path.with_name("kept"))
+    path.mkdir()
+    with pytest.raises(JournalUnavailable, match="cannot be opened now"):
+        Journal(path)
+    path.rmdir()
+    path.with_name("kept").rename(path)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("PRAGMA locking_mode = EXCLUSIVE")
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(JournalUnavailable, match="locked"):
+        Journal(path)
+    other.close()
+    assert len(Journal(path).open_loans()) == 1
 
 
 KILLED = """

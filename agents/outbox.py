@@ -1,0 +1,131 @@
+"""Reports that the scheduler has not taken yet, in their order and by their numbers.
+
+Whatever says what was done stays until it is taken. Observations are many and the newest one counts: the oldest of
+them go when there are too many, and while the disk is short only the newest of each thing is kept, in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+
+from .journal_file import JournalFile
+from .protocol.wire import Alert, AttemptChanged, DeviceObserved, EngineChanged, OccupancyChanged, Report
+
+OBSERVATIONS_MAX: Final = 50_000
+
+_REPORT: Final[TypeAdapter[Any]] = TypeAdapter(Report)
+_IS_OBSERVATION: Final = "json_extract(report, '$.kind') IN ('device_observed', 'occupancy_changed', 'engine_changed')"
+
+
+def _observed(report: Any) -> tuple[str, str] | None:
+    """What an observation is of; None for every other report."""
+    match report:
+        case DeviceObserved() | OccupancyChanged():
+            return report.kind, report.device_id
+        case EngineChanged():
+            return report.kind, report.engine_id
+        case _:
+            return None
+
+
+class Outbox:
+    """Part of the journal in ``file``."""
+
+    def __init__(self, file: JournalFile, observations_max: int = OBSERVATIONS_MAX) -> None:
+        self._file = file
+        self._observations_max = observations_max
+        self._acknowledged = self._mark("acknowledged")
+        self._held_back: dict[tuple[str, str], tuple[float, Any]] = {}
+        self._observations = self._count()  # at least as many as there are
+
+    def _count(self) -> int:
+        return int(self._file.read(f"SELECT count(*) FROM outbox WHERE {_IS_OBSERVATION}").fetchone()[0])  # noqa: S608
+
+    def _mark(self, key: str) -> int:
+        row = self._file.read("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return 0 if row is None else int(row[0])
+
+    def _raise_mark(self, key: str, value: int) -> None:
+        if value > self._mark(key):
+            self._file.write(
+                "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+                (key, str(value)),
+            )
+
+    def add(self, report: Any) -> None:
+        of = _observed(report)
+        if of is not None and self._file.short:
+            self._held_back[of] = (time.time(), report)
+            return
+        self._write(time.time(), report)
+        if of is not None:
+            self._observations += 1
+            if self._observations > self._observations_max:
+                self._drop_oldest()
+
+    def _write(self, at: float, report: Any) -> None:
+        self._file.write("INSERT INTO outbox (at, report) VALUES (?, ?)", (at, _REPORT.dump_json(report).decode()))
+
+    def write_held_back(self) -> None:
+        """What was observed while the disk was short."""
+        held, self._held_back = self._held_back, {}
+        with self._file.together():
+            for at, report in held.values():
+                self._write(at, report)
+        self._observations += len(held)
+
+    def _drop_oldest(self) -> None:
+        """Down to a hundredth below the bound, so that it is rarely done."""
+        self._observations = self._count()
+        over = self._observations - self._observations_max
+        if over <= 0:
+            return
+        oldest = self._file.read(
+            f"SELECT id FROM outbox WHERE {_IS_OBSERVATION} ORDER BY id LIMIT ?",  # noqa: S608
+            (over + self._observations_max // 100,),
+        ).fetchall()
+        with self._file.together():
+            for (number,) in oldest:
+                self._file.write("DELETE FROM outbox WHERE id = ?", (number,))
+            self._raise_mark("dropped_to", oldest[-1][0])
+        self._observations -= len(oldest)
+
+    def unsent(self, limit: int) -> list[dict[str, Any]]:
+        """The oldest reports that were not acknowledged, as ReportEnvelope objects."""
+        found = self._file.read("SELECT id, at, report FROM outbox ORDER BY id LIMIT ?", (limit,))
+        reports = [{"id": row[0], "at": row[1], "report": json.loads(row[2])} for row in found]
+        if reports and self._has_dropped_before(reports[0]["id"]):
+            # A gap would mean that reports of what was done are lost: they are not.
+            sentence = "the oldest observations were dropped while the scheduler was away"
+            gap = Alert(severity="info", code="observations_dropped", sentence=sentence)
+            first = {"id": self._acknowledged + 1, "at": reports[0]["at"], "report": gap.model_dump(mode="json")}
+            reports = [first, *reports[: limit - 1]]
+        return reports
+
+    def _has_dropped_before(self, number: int) -> bool:
+        """All that is missing before ``number`` was dropped here; nothing was acknowledged and then lost there."""
+        if self._acknowledged < self._mark("acknowledged"):
+            return False
+        return self._acknowledged + 1 < number <= self._mark("dropped_to") + 1
+
+    def acknowledge(self, number: int) -> None:
+        self._acknowledged = number
+        with self._file.together():
+            self._file.write("DELETE FROM outbox WHERE id <= ?", (number,))
+            self._raise_mark("acknowledged", number)
+
+    def newest(self) -> int:
+        """The id of the newest report that was not acknowledged; 0 if there is none."""
+        return int(self._file.read("SELECT coalesce(max(id), 0) FROM outbox").fetchone()[0])
+
+    def ended(self) -> list[AttemptChanged]:
+        """Ends that still wait, for the registration."""
+        found = self._file.read(
+            'SELECT report FROM outbox WHERE report LIKE \'%"kind":"attempt_changed"%\' ORDER BY id'
+        )
+        reports = [AttemptChanged.model_validate_json(row[0]) for row in found]
+        return [report for report in reports if report.end is not None]
