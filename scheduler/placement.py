@@ -95,10 +95,13 @@ def build_groups(snapshot: Snapshot, now: float) -> tuple[Group, ...]:
 def _components(
     devices: Mapping[DeviceId, Device], engines: Iterable[Engine]
 ) -> list[tuple[list[DeviceId], list[Engine]]]:
-    """Devices joined by the engines that lie on them."""
+    """Devices joined by the engines that lie on them. An engine of a node that has lost the device to another, say
+    with its data directory, does not lie on it."""
     of_device: dict[DeviceId, list[Engine]] = {}
     for engine in sorted(engines, key=lambda each: each.id):
         for device_id in engine.device_ids:
+            if device_id in devices and devices[device_id].node_id != engine.node_id:
+                continue
             of_device.setdefault(device_id, []).append(engine)
     components: list[tuple[list[DeviceId], list[Engine]]] = []
     seen: set[DeviceId] = set()
@@ -116,7 +119,7 @@ def _components(
             members.append(here)
             for engine in of_device.get(here, ()):
                 joined[engine.id] = engine
-                todo.extend(engine.device_ids)
+                todo.extend(each for each in engine.device_ids if engine in of_device.get(each, ()))
         components.append((sorted(members), [joined[key] for key in sorted(joined)]))
     return components
 

@@ -46,6 +46,7 @@ def device_observed(tx: Tx, node_id: str, report: DeviceObserved, now: float) ->
             node_id=node_id,
             data={"code": "device_moved"},
         )
+        _leave_behind(tx, row["node_id"], report.device_id)
     if (row["quarantined"] is None) != (report.quarantined is None):
         reason = report.quarantined
         tx.event(
@@ -62,6 +63,14 @@ def device_observed(tx: Tx, node_id: str, report: DeviceObserved, now: float) ->
         row[name] != values[name] for name in ("free_bytes", "capacity_bytes", "processes", "quarantined", "present")
     ):
         tx.touch("nodes", "decide")
+
+
+def _leave_behind(tx: Tx, node_id: str, device_id: str) -> None:
+    """The engines that the device's old node had on it are not there any more."""
+    there = select(engines.c.id, engines.c.device_ids).where(engines.c.node_id == node_id, engines.c.present)
+    gone = [row.id for row in tx.conn.execute(there) if device_id in row.device_ids]
+    tx.conn.execute(update(engines).where(engines.c.id.in_(gone)).values(present=False))
+    tx.touch("engines", "decide")
 
 
 def engine_values(report: EngineChanged) -> dict[str, Any]:

@@ -142,6 +142,20 @@ async def test_a_lost_data_directory_leaves_attempts_unknown(
     assert await deciding(1000.0) == 0
 
 
+async def test_the_engines_of_a_node_that_is_gone_hold_up_nothing(
+    store: Store, submit: Submit, deciding: Deciding
+) -> None:
+    """Its data directory was lost: it comes as another node with the same devices and new engine ids."""
+    before = ModelAgent(store, devices=[device("gpu", free=0)], engines=[engine("old", {"gpu": GIB})])
+    await before.register()
+    after = ModelAgent(store, "new", devices=[device("gpu", free=0)], engines=[engine("alpha", {"gpu": GIB})])
+    await after.register()
+    await submit()
+    await deciding()
+    assert (await after.one_order()).engine_ids == ["alpha"]
+    assert [row.name for row in await store.list_engines()] == ["alpha"]
+
+
 async def test_a_reboot_ends_what_ran(store: Store, agent: ModelAgent, ordered: OpenLoan) -> None:
     await agent.lend(ordered)
     await agent.run(ordered, ordered.attempts[0])

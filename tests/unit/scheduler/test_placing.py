@@ -119,6 +119,14 @@ def test_one_large_engine_is_parked_rather_than_two() -> None:
     assert one(decide(snapshot(*rows, *engines, job("j", gpus=3)), 0.0)).engine_ids == ("a", "b")
 
 
+def test_an_engine_of_another_node_holds_up_nothing() -> None:
+    ghost = replace(engine("a", "d0", state=EngineState.GONE), node_id=NodeId("other"))
+    action = one(
+        decide(snapshot(Node(NodeId("other"), "x", up=False, silent=True), device("d0"), ghost, job("j")), 0.0)
+    )
+    assert (action.device_ids, action.engine_ids) == (("d0",), ())
+
+
 def test_what_an_engine_keeps_is_not_there() -> None:
     kept = engine("a", "d0", residual_bytes={"d0": 30})
     assert isinstance(one(decide(snapshot(device("d0", 40), kept, job("j", 70)), 0.0)), OpenLoan)
