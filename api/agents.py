@@ -97,7 +97,8 @@ async def _lines(services: Services, node_id: str, after: int, found: list[Order
             while services.order_streams.get(node_id) is me and not services.topics.stopping.is_set():
                 if found:
                     after = found[-1].seq
-                    yield b"".join(envelope.model_dump_json().encode() + b"\n" for envelope in found)
+                    for envelope in found:
+                        yield envelope.model_dump_json().encode() + b"\n"
                 elif is_first or not await watch.wait(services.times.keep_alive):
                     yield KEEP_ALIVE
                 is_first = False

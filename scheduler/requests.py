@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 ARGV_BYTES_MAX = 128 * 1024  # Linux: MAX_ARG_STRLEN, one string of argv or environ
+COMMAND_BYTES_MAX = 1024 * 1024  # argv and env together: half of what Linux takes by default, one order's worth
 
 
 class JobRequest(BaseModel):
@@ -50,6 +51,14 @@ class JobRequest(BaseModel):
             if not workdir.startswith("/"):
                 raise ValueError("give an absolute path: the job runs on another machine")
         return workdir
+
+    @model_validator(mode="after")
+    def _check_command(self) -> Self:
+        words = (*self.argv, *self.env, *self.env.values())
+        total = sum(len(word.encode("utf-8", "surrogatepass")) + 1 for word in words)
+        if total > COMMAND_BYTES_MAX:
+            raise ValueError(f"argv and env are {total} bytes, at most {COMMAND_BYTES_MAX} go; pass a file instead")
+        return self
 
 
 def _check_text(field: str, text: str) -> None:

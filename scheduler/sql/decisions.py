@@ -21,6 +21,7 @@ from .leadership import check_term
 from .writer import Tx
 
 _ACTOR: Final = "scheduler"
+_SPECS_BYTES_MAX: Final = 1 << 20  # in one order; the node refuses lines above 4 MiB
 
 # Built once: building a statement costs more than running it.
 _INSERT_LOAN: Final = insert(loans)
@@ -134,6 +135,7 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
             .where(jobs.c.id.in_(action.later_job_ids), jobs.c.state == JobState.QUEUED.value)
             .values(assigned_loan_id=loan_id)
         )
+    first = _that_fit(specs)
     order = wire.OpenLoan(
         loan_id=loan_id,
         epoch=epoch,
@@ -142,9 +144,12 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
         need_bytes=action.need_bytes,
         restore_by_seconds=action.restore_by_seconds,
         policies=policies,
-        attempts=specs,
+        attempts=specs[:first],
     )
     give_order(tx, action.node_id, order, term, now, loan_id=loan_id)
+    for spec in specs[first:]:
+        start = wire.StartAttempt(loan_id=loan_id, attempt=spec)
+        give_order(tx, action.node_id, start, term, now, loan_id=loan_id, attempt_id=spec.attempt_id)
     tx.event(
         "loan_changed",
         f"a loan of {len(device_ids)} device(s) was opened for {len(specs)} job(s)",
@@ -155,6 +160,16 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
         data={"device_ids": device_ids, "engine_ids": engine_ids, "epoch": epoch, "need_bytes": action.need_bytes},
     )
     tx.touch("loans", "engines")
+
+
+def _that_fit(specs: Sequence[AttemptSpec]) -> int:
+    """How many of them one order may carry; always the first, which a job's own limit keeps small enough."""
+    total = 0
+    for count, spec in enumerate(specs):
+        total += len(spec.model_dump_json())
+        if count and total > _SPECS_BYTES_MAX:
+            return count
+    return len(specs)
 
 
 def _next_epoch(tx: Tx, node_id: str, device_ids: Sequence[str]) -> int:

@@ -203,6 +203,21 @@ async def test_the_next_job_starts_in_the_open_loan(
     assert (await store.get_job(opened.attempts[0].job_id)).failure_reason == "signal"
 
 
+async def test_jobs_that_are_too_large_for_one_order_follow_it(
+    store: Store, submit: Submit, deciding: Deciding
+) -> None:
+    agent = ModelAgent(store, devices=[device("gpu")])
+    await agent.register()
+    words = ["x" * 100_000] * 6
+    jobs = [await submit(argv=words, hbm_bytes=GIB // 8) for _ in range(3)]
+    await deciding()
+    opened, *rest = [each.order for each in await agent.orders()]
+    assert [each.kind for each in rest] == ["start_attempt"] * 2
+    assert [spec.job_id for spec in (*opened.attempts, *(each.attempt for each in rest))] == jobs
+    assert {each.loan_id for each in rest} == {opened.loan_id}
+    assert all(len(each.model_dump_json()) < 2 << 20 for each in (opened, *rest))
+
+
 async def test_cancelling_a_running_job_stops_its_attempt_once(
     store: Store, agent: ModelAgent, opened: OpenLoan, deciding: Deciding
 ) -> None:
