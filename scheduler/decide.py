@@ -1,7 +1,8 @@
 """PURE: what to do now. The same snapshot gives the same actions, in whatever order its rows come.
 
 A job is served, in the order of the queue, by the first of: the loan whose set it joined; a device without an
-engine; room left in an open loan; the cheapest engine to park. A loan that nothing runs in or waits for is recalled.
+engine; room left in an open loan; the cheapest engine to park, unless it has a loan to wait for. A loan that nothing
+runs in or waits for is recalled.
 """
 
 from __future__ import annotations
@@ -99,27 +100,28 @@ def _prepare(snapshot: Snapshot, now: float) -> _Work:
 
 def _serve(work: _Work, job: Job, rest: list[Job]) -> JobReason | None:
     """Places the job (None) or says why it waits."""
-    assigned = job.assigned_loan_id
-    if assigned is not None and assigned in work.rooms:
-        work.wanted.add(assigned)
-        if _start_in(work, job, assigned):
-            return None
-        return waiting_in_loan(job, assigned, work.now)
+    own = job.assigned_loan_id
+    if own is not None and (own not in work.rooms or work.loans[own].engine_lost):
+        own = None
+    if own is not None and _start_in(work, job, own):
+        return None
     shape = (job.gpus, job.hbm_bytes)
     if shape in work.hopeless:
-        return replace(work.hopeless[shape], since=work.now)
+        reason = replace(work.hopeless[shape], since=work.now)
+        return reason if own is None else _wait_in(work, job, own)
     bare = choose(job, (group for group in work.groups if not group.engines))
     if bare is not None:
         _open(work, job, bare, rest)
         return None
     for loan_id in sorted(work.rooms):
-        if work.rooms[loan_id].fit(job) is None:
-            continue
-        work.wanted.add(loan_id)
         if _start_in(work, job, loan_id):
             return None
-        _reserve(work, job, loan_id)
-        return waiting_in_loan(job, loan_id, work.now)
+        if own is None and work.rooms[loan_id].fit(job) is not None:
+            _reserve(work, job, loan_id)
+            return _wait_in(work, job, loan_id)
+    # What its loan is for: that no other engine is parked for it.
+    if own is not None:
+        return _wait_in(work, job, own)
     choice = choose(job, work.groups)
     if choice is not None:
         _open(work, job, choice, rest)
@@ -127,6 +129,11 @@ def _serve(work: _Work, job: Job, rest: list[Job]) -> JobReason | None:
     reason = explain(job, work.snapshot, work.all_groups, work.now)
     work.hopeless[shape] = reason
     return reason
+
+
+def _wait_in(work: _Work, job: Job, loan_id: LoanId) -> JobReason:
+    work.wanted.add(loan_id)
+    return waiting_in_loan(job, loan_id, work.now)
 
 
 def _start_in(work: _Work, job: Job, loan_id: LoanId) -> bool:
@@ -137,6 +144,7 @@ def _start_in(work: _Work, job: Job, loan_id: LoanId) -> bool:
         return False
     device_ids, hbm_bytes = fit
     room.take(device_ids, hbm_bytes)
+    work.wanted.add(loan_id)
     place = Place(job.id, job.attempt_no, device_ids, hbm_bytes)
     work.actions.append(StartAttempt(loan_id, loan.node_id, place))
     return True

@@ -183,6 +183,22 @@ def test_a_member_of_the_set_waits_for_its_loan() -> None:
     assert isinstance(one(decide(snapshot(*rows, replace(member, assigned_loan_id=LoanId("gone"))), 0.0)), OpenLoan)
 
 
+def test_a_member_of_the_set_takes_what_is_free_elsewhere() -> None:
+    rows = [device("d0", 0), PARKED, lent(), live(hbm=90)]
+    member = job("j", 90, assigned_loan_id=LoanId("l"))
+    opened = one(decide(snapshot(*rows, device("d1"), member), 0.0))
+    assert (opened.device_ids, opened.engine_ids) == (("d1",), ())
+    other = Loan(LoanId("m"), NODE.id, (DeviceId("d1"),), (), LoanState.LENT, 0, {DeviceId("d1"): 100})
+    start = one(decide(snapshot(*rows, device("d1"), other, member), 0.0))
+    assert (start.loan_id, start.place.device_ids) == ("m", ("d1",))
+
+
+def test_a_member_of_the_set_does_not_wait_for_a_loan_without_its_engine() -> None:
+    rows = [device("d0", 0), PARKED, device("d1", 40), engine("b", "d1"), lent(engine_lost=True), live(hbm=90)]
+    action = one(decide(snapshot(*rows, job("j", 90, assigned_loan_id=LoanId("l"))), 0.0))
+    assert action.engine_ids == ("b",)
+
+
 def test_a_loan_that_nothing_needs_is_recalled_once() -> None:
     assert isinstance(one(decide(snapshot(device("d0"), PARKED, lent()), 0.0)), RecallLoan)
     assert decide(snapshot(device("d0"), PARKED, lent(recall_ordered=True)), 0.0) == ()
