@@ -13,7 +13,7 @@ from typing import Final
 from ..agents.protocol.loans import LoanState
 from .actions import Action, OpenLoan, Place, RecallLoan, SetReasons, StartAttempt, StopAttempt
 from .explain import QUEUED_BEHIND, backed_off, explain, queued_behind, waiting_in_loan
-from .model import Job, JobId, JobReason, Loan, LoanId, Node, NodeId, Snapshot
+from .model import DeviceId, Job, JobId, JobReason, Loan, LoanId, Node, NodeId, Snapshot
 from .placement import Choice, Group, Room, build_groups, choose, queue_order
 
 LATER_JOBS_MAX: Final = 32  # that wait for one loan; more of them are worth parking another engine
@@ -36,6 +36,9 @@ class _Work:
     wanted: set[LoanId] = field(default_factory=set[LoanId])  # by attempts, or by jobs that wait for room
     actions: list[Action] = field(default_factory=list[Action])
     done: set[JobId] = field(default_factory=set[JobId])  # placed, or waiting for a loan of this decision
+    # What a job waits for that is ahead of lower priorities: they may not go on with it. By loan, and by device.
+    loan_floors: dict[LoanId, int] = field(default_factory=dict[LoanId, int])
+    device_floors: dict[DeviceId, int] = field(default_factory=dict[DeviceId, int])
     hopeless: dict[tuple[int, int | None], JobReason] = field(default_factory=dict[tuple[int, int | None], JobReason])
 
 
@@ -101,7 +104,7 @@ def _prepare(snapshot: Snapshot, now: float) -> _Work:
 def _serve(work: _Work, job: Job, rest: list[Job]) -> JobReason | None:
     """Places the job (None) or says why it waits."""
     own = job.assigned_loan_id
-    if own is not None and (own not in work.rooms or work.loans[own].engine_lost):
+    if own is not None and (own not in work.rooms or work.loans[own].engine_lost or _kept_from(work, job, own)):
         own = None
     if own is not None and _start_in(work, job, own):
         return None
@@ -109,11 +112,14 @@ def _serve(work: _Work, job: Job, rest: list[Job]) -> JobReason | None:
     if shape in work.hopeless:
         reason = replace(work.hopeless[shape], since=work.now)
         return reason if own is None else _wait_in(work, job, own)
-    bare = choose(job, (group for group in work.groups if not group.engines))
+    groups = [group for group in work.groups if not _is_kept_from(work, job, group)]
+    bare = choose(job, (group for group in groups if not group.engines))
     if bare is not None:
         _open(work, job, bare, rest)
         return None
     for loan_id in sorted(work.rooms):
+        if _kept_from(work, job, loan_id):
+            continue
         if _start_in(work, job, loan_id):
             return None
         if own is None and work.rooms[loan_id].fit(job) is not None:
@@ -121,14 +127,44 @@ def _serve(work: _Work, job: Job, rest: list[Job]) -> JobReason | None:
             return _wait_in(work, job, loan_id)
     # What its loan is for: that no other engine is parked for it.
     if own is not None:
+        work.loan_floors.setdefault(own, job.priority)
         return _wait_in(work, job, own)
-    choice = choose(job, work.groups)
+    choice = choose(job, groups)
     if choice is not None:
         _open(work, job, choice, rest)
         return None
     reason = explain(job, work.snapshot, work.all_groups, work.now)
     work.hopeless[shape] = reason
+    _keep_for(work, job)
     return reason
+
+
+def _keep_for(work: _Work, job: Job) -> None:
+    """Lower priorities would overtake the job without end if they could go on taking what it waits for: the devices
+    that it would get if no loan were open are kept from them, and the loans there end."""
+    lent = {device: room for loan in work.snapshot.loans for device, room in loan.room_bytes.items()}
+    groups = [
+        replace(group, room_bytes={device: lent.get(device, room) for device, room in group.room_bytes.items()})
+        for group in work.all_groups
+        if (group in work.groups if group.blocker is None else group.blocker.code == "LoanOpen")
+    ]
+    choice = choose(job, groups)
+    if choice is None:
+        return
+    chosen = {device.id for group in choice.groups for device in group.devices}
+    for device_id in chosen:
+        work.device_floors.setdefault(device_id, job.priority)
+    for loan in work.loans.values():
+        if chosen.intersection(loan.device_ids):
+            work.loan_floors.setdefault(loan.id, job.priority)
+
+
+def _kept_from(work: _Work, job: Job, loan_id: LoanId) -> bool:
+    return work.loan_floors.get(loan_id, job.priority) > job.priority
+
+
+def _is_kept_from(work: _Work, job: Job, group: Group) -> bool:
+    return any(work.device_floors.get(device.id, job.priority) > job.priority for device in group.devices)
 
 
 def _wait_in(work: _Work, job: Job, loan_id: LoanId) -> JobReason:

@@ -199,6 +199,32 @@ def test_a_member_of_the_set_does_not_wait_for_a_loan_without_its_engine() -> No
     assert action.engine_ids == ("b",)
 
 
+def test_lower_priorities_do_not_go_on_with_what_a_job_waits_for() -> None:
+    """The small ones would keep the loan open, and the large one waiting, for as long as they come."""
+    rows = [device("d0", 0), PARKED, lent(), live(hbm=30)]
+    large, small = job("j", 90, priority=1), job("k", 10, created_at=9.0)
+    actions = decide(snapshot(*rows, large, small), 0.0)
+    assert [type(action) for action in actions] == [SetReasons, SetReasons]
+    assert reason(actions, "k").code == "LoanOpen"
+    hopeless = decide(snapshot(*rows, replace(large, gpus=2), small), 0.0)
+    assert isinstance(hopeless[0], StartAttempt), "what no node has keeps nothing from anybody"
+    member = replace(large, assigned_loan_id=LoanId("l"))
+    assert not any(isinstance(action, StartAttempt) for action in decide(snapshot(*rows, member, small), 0.0))
+    equal = decide(snapshot(*rows, replace(large, priority=0), small), 0.0)
+    assert isinstance(equal[0], StartAttempt)
+
+
+def test_a_job_on_two_devices_gets_the_second_before_a_lower_priority_does() -> None:
+    other = Loan(LoanId("m"), NODE.id, (DeviceId("d1"),), (), LoanState.LENT, 0, {DeviceId("d1"): 100})
+    rows = [device("d0", 0), PARKED, lent(), live(hbm=30), device("d1")]
+    large, small = job("j", 90, priority=1, gpus=2), job("k", 10, created_at=9.0)
+    actions = decide(snapshot(*rows, large, small), 0.0)
+    assert [type(action) for action in actions] == [SetReasons, SetReasons], "the bare device is kept"
+    actions = decide(snapshot(*rows, other, large, small), 0.0)
+    assert [action.loan_id for action in actions if isinstance(action, RecallLoan)] == ["m"]
+    assert not any(isinstance(action, StartAttempt) for action in actions)
+
+
 def test_a_loan_that_nothing_needs_is_recalled_once() -> None:
     assert isinstance(one(decide(snapshot(device("d0"), PARKED, lent()), 0.0)), RecallLoan)
     assert decide(snapshot(device("d0"), PARKED, lent(recall_ordered=True)), 0.0) == ()
