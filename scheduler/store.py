@@ -172,9 +172,7 @@ class Store:
         self, id_or_name: str, policy: EnginePolicy, expected_version: int | None, principal: str, now: float
     ) -> PolicyRow:
         """Raises NotFound, PolicyLocked, VersionConflict. Loans that are open keep their snapshot."""
-        return await self._write(
-            lambda tx: policies.put(tx, id_or_name, policy, expected_version, principal, now, self._term)
-        )
+        return await self._write(lambda tx: policies.put(tx, id_or_name, policy, expected_version, principal, now))
 
     async def list_nodes(self) -> list[NodeRow]:
         return await self._read(reading.node_rows)
@@ -253,7 +251,7 @@ class Store:
 
     async def add_order(self, node_id: str, order: Order, now: float | None = None) -> int:
         """Appends an order that is no decision (FetchLog); returns its seq. Raises NotFound."""
-        return await self._write(lambda tx: agent_writes.add_order(tx, node_id, order, self._term, _now(now)))
+        return await self._write(lambda tx: agent_writes.add_order(tx, node_id, order, _now(now)))
 
     # ---- deciding ---------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from ...agents.protocol.wire import Order
 from ..errors import NotFound
 from ..tables import nodes
 from .changes import give_order
+from .leadership import ruling_term
 from .writer import Tx
 
 
@@ -26,9 +27,9 @@ def touch(tx: Tx, node_id: str, now: float) -> None:
         tx.touch("nodes", "jobs", "decide")
 
 
-def add_order(tx: Tx, node_id: str, order: Order, term: int, now: float) -> int:
+def add_order(tx: Tx, node_id: str, order: Order, now: float) -> int:
     attempt_id = getattr(order, "attempt_id", None)
-    return give_order(tx, node_id, order, term, now, attempt_id=attempt_id)
+    return give_order(tx, node_id, order, ruling_term(tx), now, attempt_id=attempt_id)
 
 
 def raise_incarnation(tx: Tx, node_id: str, incarnation: int) -> None:

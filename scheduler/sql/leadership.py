@@ -63,6 +63,11 @@ def raise_term(tx: Tx, seen: int, mine: int) -> int:
     return seen + 1 if leads else mine
 
 
+def ruling_term(tx: Tx) -> int:
+    """For orders that are no decisions: any server gives them, and a node refuses a term that is over."""
+    return int(tx.conn.execute(select(leader.c.term).where(leader.c.id == _ROW)).scalar_one())
+
+
 def resign(tx: Tx, term: int) -> None:
     tx.conn.execute(update(leader).where(leader.c.id == _ROW, leader.c.term == term).values(holder="", expires_at=0.0))
 

@@ -9,8 +9,9 @@ from sqlalchemy import RowMapping, insert, select, update
 
 from ...agents.protocol.loans import IllegalLoanTransition, LoanEvent, LoanState, advance
 from ...agents.protocol.wire import LoanChanged, LoanStepTaken, Reason, RecallLoan
-from ..tables import engines, leader, loan_steps, loans
+from ..tables import engines, loan_steps, loans
 from .changes import AGENT, as_json, backoff_seconds, give_order, locked_loan, set_loan_state
+from .leadership import ruling_term
 from .writer import Tx
 
 # The park did not work out: closing traffic again at once would not either.
@@ -81,9 +82,8 @@ def _judge(loan_id: str, old: LoanState, report: LoanChanged, *, adopted: bool) 
 
 
 def _recall_closed(tx: Tx, loan: RowMapping, report: LoanChanged, now: float) -> None:
-    term = int(tx.conn.execute(select(leader.c.term)).scalar_one())
     order = RecallLoan(loan_id=loan["id"], reason="the scheduler has closed this loan")
-    give_order(tx, loan["node_id"], order, term, now, loan_id=loan["id"])
+    give_order(tx, loan["node_id"], order, ruling_term(tx), now, loan_id=loan["id"])
     tx.event(
         "alert",
         f"the node says {report.state} of a loan that is closed here; it is recalled",

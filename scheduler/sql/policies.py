@@ -10,6 +10,7 @@ from ..errors import PolicyLocked, VersionConflict
 from ..model import PolicyRow
 from ..tables import engines
 from .changes import give_order
+from .leadership import ruling_term
 from .reading import engine, policy_of
 from .writer import Tx
 
@@ -21,7 +22,6 @@ def put(
     expected_version: int | None,
     principal: str,
     now: float,
-    term: int,
 ) -> PolicyRow:
     found = engine(tx.conn, id_or_name)
     if found.policy_locked:
@@ -38,7 +38,7 @@ def put(
     )
     if written.rowcount != 1:
         raise VersionConflict(found.policy_version, version)
-    give_order(tx, found.node_id, SetPolicy(engine_id=found.id, version=version, policy=policy), term, now)
+    give_order(tx, found.node_id, SetPolicy(engine_id=found.id, version=version, policy=policy), ruling_term(tx), now)
     tx.event(
         "policy_changed",
         f"the policy is at version {version}",

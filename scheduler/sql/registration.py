@@ -41,9 +41,10 @@ from ...agents.protocol.wire import (
     Registered,
 )
 from ..errors import DuplicateIdentity, InvalidRequest, NotFound, StaleIncarnation
-from ..tables import attempts, devices, engines, leader, loans, nodes, orders
+from ..tables import attempts, devices, engines, loans, nodes, orders
 from . import adoption, inventory
 from .changes import end_attempt, lose_sight, set_loan_state
+from .leadership import ruling_term
 from .writer import Tx
 
 _HELD_MAX: Final = 10_000
@@ -79,7 +80,7 @@ def register(tx: Tx, register: Register, now: float, lease_seconds: float) -> Re
     tx.touch("nodes", "engines", "decide")
     return Registered(
         incarnation=node["incarnation"],
-        term=int(tx.conn.execute(select(leader.c.term)).scalar_one()),
+        term=ruling_term(tx),
         lease_seconds=lease_seconds,
         orders_after=node["fence_seq"],
         acknowledged=node["acknowledged"],

@@ -8,7 +8,7 @@ import pytest
 
 from lull.agents.protocol.loans import LoanState
 from lull.agents.protocol.policy import EnginePolicy
-from lull.agents.protocol.wire import AttemptChanged, AttemptEnd, AttemptState
+from lull.agents.protocol.wire import AttemptChanged, AttemptEnd, AttemptState, RestartEngine
 from lull.scheduler.errors import InvalidRequest, NotLeader
 from lull.scheduler.lifecycle import JobState
 from lull.scheduler.store import Store
@@ -76,6 +76,20 @@ async def test_a_leader_elsewhere_takes_the_raised_term_anew(
         assert await store.lead("test", 60.0) == store.term > 41
     finally:
         await other.close()
+
+
+async def test_a_server_that_does_not_lead_gives_orders_of_the_ruling_term(
+    store: Store, database_url: str, agent: ModelAgent
+) -> None:
+    registered = await agent.register()
+    other = Store(database_url)
+    await other.start()
+    try:
+        await other.put_policy("alpha", EnginePolicy(when="manual"), None, "ann", 1.0)
+        await other.add_order(agent.node_id, RestartEngine(engine_id="alpha"))
+    finally:
+        await other.close()
+    assert [order.term for order in await agent.orders()] == [registered.term] * 2
 
 
 async def test_marks_that_no_database_can_count_on_are_refused(agent: ModelAgent) -> None:
