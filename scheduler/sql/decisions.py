@@ -10,7 +10,7 @@ from sqlalchemy import RowMapping, bindparam, exc, insert, select, update
 from ...agents.protocol import wire
 from ...agents.protocol.loans import LoanState
 from ...agents.protocol.policy import EnginePolicy
-from ...agents.protocol.wire import AttemptSpec, AttemptState
+from ...agents.protocol.wire import AttemptSpec, AttemptState, EngineState
 from .. import actions
 from ..actions import Action
 from ..lifecycle import JobEvent, JobState, advance_job
@@ -99,12 +99,7 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
     device_ids: list[str] = sorted(action.device_ids)
     engine_ids: list[str] = sorted(action.engine_ids)
     epoch = _next_epoch(tx, action.node_id, device_ids)
-    rows = tx.conn.execute(
-        select(engines.c.id, engines.c.policy).where(engines.c.id.in_(engine_ids), engines.c.node_id == action.node_id)
-    ).all()
-    if len(rows) != len(engine_ids):
-        raise _TooLate
-    policies = {row.id: EnginePolicy.model_validate(row.policy) for row in rows}
+    policies = _policies_of(tx, action.node_id, engine_ids, now)
     tx.conn.execute(
         _INSERT_LOAN,
         {
@@ -160,6 +155,20 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
         data={"device_ids": device_ids, "engine_ids": engine_ids, "epoch": epoch, "need_bytes": action.need_bytes},
     )
     tx.touch("loans", "engines")
+
+
+def _policies_of(tx: Tx, node_id: str, engine_ids: Sequence[str], now: float) -> dict[str, EnginePolicy]:
+    """The policies that rule the loan, if each engine may still be parked: a policy that was set to `manual` after
+    the snapshot was answered with a 200."""
+    ready = (engines.c.node_id == node_id) & engines.c.present & engines.c.verified & (engines.c.not_before <= now)
+    statement = select(engines.c.id, engines.c.policy).where(
+        engines.c.id.in_(engine_ids), ready, engines.c.state == EngineState.RUNNING.value
+    )
+    rows = tx.conn.execute(statement.order_by(engines.c.id).with_for_update()).all()
+    found = {row.id: EnginePolicy.model_validate(row.policy) for row in rows}
+    if len(found) != len(engine_ids) or any(policy.when != "always" for policy in found.values()):
+        raise _TooLate
+    return found
 
 
 def _that_fit(specs: Sequence[AttemptSpec]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lull.agents.protocol.loans import LoanEvent, LoanState, LoanStep
+from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import (
     Alert,
     AttemptEnd,
@@ -24,6 +25,7 @@ from lull.agents.protocol.wire import (
     Reason,
     StartAttempt,
 )
+from lull.scheduler.decide import decide
 from lull.scheduler.errors import InvalidRequest, NotFound, StaleIncarnation
 from lull.scheduler.lifecycle import JobState
 from lull.scheduler.store import Store
@@ -216,6 +218,22 @@ async def test_jobs_that_are_too_large_for_one_order_follow_it(
     assert [spec.job_id for spec in (*opened.attempts, *(each.attempt for each in rest))] == jobs
     assert {each.loan_id for each in rest} == {opened.loan_id}
     assert all(len(each.model_dump_json()) < 2 << 20 for each in (opened, *rest))
+
+
+async def test_an_engine_is_looked_at_again_before_it_is_parked(
+    store: Store, agent: ModelAgent, submit: Submit, deciding: Deciding
+) -> None:
+    """The policy was set to manual between the snapshot and the commit, and the setter has its 200."""
+    await submit(hbm_bytes=GIB // 2)
+    now = time.time()
+    actions = decide(await store.load_snapshot(now), now)
+    await store.put_policy("alpha", EnginePolicy(when="manual"), None, "ann", now)
+    assert await store.commit(actions, now) == 0
+    await store.put_policy("alpha", EnginePolicy(when="always"), None, "ann", now)
+    await agent.report(engine("alpha", {"gpu": GIB // 2}, state=EngineState.UNREACHABLE))
+    assert await store.commit(actions, now) == 0
+    await agent.report(engine("alpha", {"gpu": GIB // 2}))
+    assert await store.commit(actions, now) == 1
 
 
 async def test_cancelling_a_running_job_stops_its_attempt_once(
