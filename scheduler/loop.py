@@ -105,6 +105,8 @@ class SchedulerLoop:
                 self._leases.forget()
                 _log.warning("leadership lost", detail=str(error))
             except DatabaseUnavailable as error:
+                # Nothing could be heard meanwhile: that says nothing about the nodes.
+                self._leases.forget()
                 self._note_trouble(str(error))
             except Exception:  # noqa: BLE001 - one bad pass must not end deciding; the tick tries again
                 _log.exception("a scheduling pass failed")

@@ -113,6 +113,7 @@ async def test_it_goes_on_once_its_database_is_back(postgres: Postgres, postgres
     postgres.stop("fast")
     try:
         await wait_until_async(lambda: loop._trouble, 20, "the loop noticing that its database is gone")
+        assert loop._leases._leases is None, "nobody could be heard: nobody is called silent for that"
     finally:
         postgres.start()
     await wait_until_async(lambda: loop._trouble is None, 20, "the loop going on")
