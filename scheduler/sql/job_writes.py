@@ -94,6 +94,10 @@ def submit(
 
 
 def _replayed(tx: Tx, principal: str, key: str, body_sha256: str, now: float) -> JobId | None:
+    if tx.conn.dialect.name == "postgresql":
+        # A row that another server is about to insert cannot be locked; its key can.
+        both = func.hashtextextended(f"{principal} {key}", 0)
+        tx.conn.execute(select(func.pg_advisory_xact_lock(both)))
     here = (idempotency_keys.c.principal == principal) & (idempotency_keys.c.key == key)
     row = tx.conn.execute(select(idempotency_keys).where(here).with_for_update()).one_or_none()
     if row is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, Double, bindparam, func, select
 
 from ...agents.protocol.loans import LoanState
 from ...agents.protocol.policy import EnginePolicy
@@ -50,8 +50,10 @@ _IDLE: Final = select(occupancy.c.device_id, occupancy.c.started_at).where(
     occupancy.c.ended_at.is_(None), occupancy.c.kind == OccupancyKind.IDLE.value
 )
 _ENGINES: Final = select(engines).where(engines.c.present)
+# Those in back-off are ranked apart: they can take nobody's place.
 _PLACE: Final = func.row_number().over(
-    partition_by=(jobs.c.gpus, jobs.c.hbm_bytes), order_by=(jobs.c.priority.desc(), jobs.c.created_at, jobs.c.id)
+    partition_by=(jobs.c.gpus, jobs.c.hbm_bytes, jobs.c.not_before > bindparam("now", type_=Double)),
+    order_by=(jobs.c.priority.desc(), jobs.c.created_at, jobs.c.id),
 )
 _RANKED: Final = select(*_SHOWN, _PLACE.label("place")).where(jobs.c.state == JobState.QUEUED.value).subquery()
 _JOBS: Final = select(_RANKED).where(_RANKED.c.place <= JOBS_OF_A_SHAPE_MAX)
@@ -68,7 +70,7 @@ def load(conn: Connection, now: float) -> Snapshot:
         nodes=tuple(_nodes(conn)),
         devices=tuple(_devices(conn)),
         engines=tuple(_engines(conn)),
-        jobs=tuple(_jobs(conn)),
+        jobs=tuple(_jobs(conn, now)),
         attempts=tuple(_attempts(conn)),
         loans=tuple(_loans(conn)),
     )
@@ -117,9 +119,9 @@ def _engines(conn: Connection) -> Iterable[Engine]:
         )
 
 
-def _jobs(conn: Connection) -> Iterable[Job]:
+def _jobs(conn: Connection, now: float) -> Iterable[Job]:
     """Jobs of one shape are alike to placing: of each shape the first ones in order are enough to decide."""
-    for row in conn.execute(_JOBS).mappings():
+    for row in conn.execute(_JOBS, {"now": now}).mappings():
         assigned = row["assigned_loan_id"]
         yield Job(
             id=JobId(row["id"]),

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from sqlalchemy import text, update
 
 from lull.agents.protocol.wire import AttemptEnd
 from lull.scheduler.errors import Conflict, IdempotencyMismatch, InvalidRequest, NotFound, QueueFull, Unsatisfiable
 from lull.scheduler.lifecycle import JobState
 from lull.scheduler.requests import JobRequest
+from lull.scheduler.sql import database, job_writes
+from lull.scheduler.sql.snapshots import JOBS_OF_A_SHAPE_MAX
+from lull.scheduler.sql.writer import Tx
 from lull.scheduler.store import Store
+from lull.scheduler.tables import jobs
 from tests.model_agent import GIB, ModelAgent, device
+from tests.waiting import wait_until_async
 
 Submit = Callable[..., Awaitable[str]]
 REQUEST = JobRequest(argv=("python", "train.py"), env={"A": "ü"}, hbm_bytes=GIB, time_limit_seconds=5.5, priority=3)
@@ -38,6 +45,43 @@ async def test_an_idempotency_key_gives_one_job(store: Store) -> None:
     later = await store.submit_job(REQUEST, "ann", "key", "other", 1000.0 + 25 * 3600)
     assert not later.replayed
     assert len((await store.list_jobs())[0]) == 3
+
+
+async def test_two_servers_with_one_key_at_once_give_one_job(postgres_url: str) -> None:
+    """The second asks while the first has not committed yet."""
+    engine = database.open_engine(database.normalize_url(postgres_url), writes=True, pool_size=2)
+    store = Store(postgres_url)
+    await store.start()
+    try:
+        with engine.connect() as looking, engine.connect() as other, other.begin() as first:
+            won = job_writes.submit(Tx(other), REQUEST, "ann", "key", "body", time.time(), 100)
+            asked = asyncio.create_task(store.submit_job(REQUEST, "ann", "key", "body", time.time()))
+
+            async def waits() -> bool:
+                with looking.begin():
+                    return bool(looking.execute(text("SELECT count(*) FROM pg_locks WHERE NOT granted")).scalar())
+
+            await wait_until_async(waits, 20, "the second request waiting for the first")
+            first.commit()
+        assert await asked == type(won)(won.job_id, replayed=True)
+    finally:
+        await store.close()
+        engine.dispose()
+
+
+async def test_jobs_in_back_off_hide_no_others_of_their_shape(
+    store: Store, database_url: str, submit: Submit, deciding: Callable[[], Awaitable[int]]
+) -> None:
+    late = [await submit() for _ in range(JOBS_OF_A_SHAPE_MAX)]
+    engine = database.open_engine(database.normalize_url(database_url), writes=True)
+    with engine.begin() as connection:
+        connection.execute(update(jobs).where(jobs.c.id.in_(late)).values(not_before=time.time() + 300))
+    engine.dispose()
+    ready = await submit()
+    agent = ModelAgent(store, devices=[device("a")])
+    await agent.register()
+    await deciding()
+    assert [spec.job_id for spec in (await agent.one_order()).attempts] == [ready]
 
 
 async def test_pages_go_through_all_jobs_once(store: Store, submit: Submit) -> None:
