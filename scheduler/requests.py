@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 ARGV_BYTES_MAX = 128 * 1024  # Linux: MAX_ARG_STRLEN, one string of argv or environ
 COMMAND_BYTES_MAX = 1024 * 1024  # argv and env together: half of what Linux takes by default, one order's worth
@@ -39,9 +40,17 @@ class JobRequest(BaseModel):
         for key, value in env.items():
             if not key or "=" in key:
                 raise ValueError(f"{key!r} cannot be the name of an environment variable")
+            _check_shown("env", key)
             _check_text("env", key)
-            _check_text("env", value)
+            _check_text(f"env {key}", value)
         return env
+
+    @field_validator("name", "project")
+    @classmethod
+    def _check_names(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None:
+            _check_shown(str(info.field_name), value)
+        return value
 
     @field_validator("workdir")
     @classmethod
@@ -61,7 +70,16 @@ class JobRequest(BaseModel):
         return self
 
 
+def _check_shown(field: str, text: str) -> None:
+    """What terminals and logs show to others: no escape sequence may hide in it."""
+    for letter in text:
+        if unicodedata.category(letter) in ("Cc", "Cs"):
+            raise ValueError(f"{field}: the control character {letter!r} may not be in a name; leave it out")
+
+
 def _check_text(field: str, text: str) -> None:
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"{field}: a lone surrogate is no character; send UTF-8")
     if "\0" in text:
         raise ValueError(f"{field}: a NUL byte cannot be passed to a program")
     if len(text.encode("utf-8", "surrogatepass")) >= ARGV_BYTES_MAX:

@@ -1,0 +1,64 @@
+"""What an agent opens before it does anything: its devices and its journal. A full disk stops neither."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import structlog
+
+from ..vmm.host_device import HostDevice
+from .disk_reserve import DiskReserve
+from .errors import ConfigError, JournalCorrupt, JournalUnavailable
+from .journal import Journal
+from .node import Device
+from .protocol.wire import Reason
+from .quarantine import quarantine_path, write_quarantine
+from .settings import AgentSettings, DeviceSettings
+
+log = structlog.get_logger(__name__)
+
+
+def open_devices(settings: AgentSettings) -> list[Device]:
+    devices: list[Device] = []
+    for index, declared in enumerate(settings.devices):
+        try:
+            host = _open_device(declared)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"devices.{index}: {declared.path}: {error}") from error
+        devices.append(Device(host.uuid, index, f"host_{host.kind}", host.capacity_bytes, str(host.path)))
+    return devices
+
+
+def _open_device(declared: DeviceSettings) -> HostDevice:
+    """One that is there already is opened without writing anything."""
+    with contextlib.suppress(FileNotFoundError):
+        host = HostDevice.open(declared.path)
+        if (host.capacity_bytes, host.kind) == (declared.capacity_bytes, "discrete"):
+            return host
+    return HostDevice.create(declared.path, capacity_bytes=declared.capacity_bytes)
+
+
+def open_journal(data_dir: Path, reserve: DiskReserve, devices: list[Device]) -> tuple[Journal, str | None]:
+    """The journal, and what was wrong with the old one if a new one had to be begun: then nothing is lent."""
+    path = data_dir / "journal.sqlite"
+    try:
+        return Journal(path, reserve), None
+    except JournalCorrupt as error:
+        aside = path.with_name(f"{path.name}.corrupt-{time.time():.0f}")
+        text = (
+            f"the journal could not be read ({error}); it lies in {aside}. No device of this node is lent until"
+            f" somebody has looked for running jobs, deleted {quarantine_path(data_dir)} and restarted the agent"
+        )
+        log.critical("journal corrupt", error=str(error), kept=str(aside))
+        device_ids = [device.device_id for device in devices]
+        try:
+            # Before the new journal: an agent that dies in between must not take it for all there ever was.
+            write_quarantine(data_dir, device_ids, Reason(code="JournalCorrupt", sentence=text))
+            for suffix in ("", "-wal", "-shm"):
+                with contextlib.suppress(FileNotFoundError):
+                    Path(f"{path}{suffix}").rename(f"{aside}{suffix}")
+        except OSError as refused:
+            raise JournalUnavailable(f"the corrupt journal {path} cannot be set aside: {refused}") from error
+        return Journal(path, reserve), text
