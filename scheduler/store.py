@@ -210,6 +210,7 @@ class Store:
         """Raises DuplicateIdentity, InvalidRequest. Nothing is concluded from what the node does not hold until
         it uses this registration (``orders_after`` or ``take_reports``)."""
         led_by = self._term
+        register = Register.model_validate(reports.storable(register.model_dump()))
 
         def work(tx: Tx) -> tuple[int, Registered]:
             # The term first: whoever decides locks the leader's row before a node's.

@@ -107,6 +107,11 @@ def is_fault_of_the_request(error: exc.SQLAlchemyError) -> bool:
     )
 
 
+def refused(error: exc.SQLAlchemyError) -> InvalidRequest:
+    lines = str(getattr(error, "orig", None) or error).strip().splitlines()
+    return InvalidRequest("request", f"the database refuses a value: {lines[0] if lines else error}")
+
+
 def unavailable(error: exc.SQLAlchemyError) -> DatabaseUnavailable:
     """The error that callers see; the driver's first line says what is wrong."""
     orig = getattr(error, "orig", None)
@@ -132,6 +137,8 @@ class ReadEngine:
                 with connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True):
                     return work(connection)
         except exc.SQLAlchemyError as error:
+            if is_fault_of_the_request(error):
+                raise refused(error) from error
             raise unavailable(error) from error
 
     def dispose(self) -> None:

@@ -57,6 +57,8 @@ def jobs_page(
     if states:
         statement = statement.where(jobs.c.state.in_([state.value for state in states]))
     if project is not None:
+        if "\0" in project:
+            raise InvalidRequest("project", "a NUL cannot be in the name of a project")
         statement = statement.where(jobs.c.project == project)
     if cursor is not None:
         statement = statement.where(jobs.c.id < _key_of(cursor))

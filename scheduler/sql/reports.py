@@ -4,10 +4,11 @@ neighbour that cannot be read.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final, cast
 
 from pydantic import ValidationError
-from sqlalchemy import RowMapping, select, update
+from sqlalchemy import RowMapping, exc, select, update
 
 from ...agents.protocol.wire import (
     Alert,
@@ -26,9 +27,11 @@ from ..errors import InvalidRequest, NotFound, StaleIncarnation
 from ..tables import attempts, nodes
 from . import attempt_reports, history, inventory, loan_reports, registration
 from .changes import AGENT
+from .database import is_fault_of_the_request
 from .writer import Tx
 
 REPORTS_MAX: Final = 500
+_BAD: Final = re.compile("[\x00\ud800-\udfff]")
 _KINDS: Final = frozenset(
     {
         "loan_changed",
@@ -60,7 +63,7 @@ def take(tx: Tx, batch: ReportBatch, now: float) -> ReportsAnswer:
         if number <= acknowledged:
             continue
         acknowledged = number
-        if not _take_one(tx, batch.node_id, raw, now):
+        if not _take_safely(tx, batch.node_id, storable(raw), now):
             unsupported.append(number)
     if node["acknowledged"] < node["newest_report"] <= acknowledged:
         registration.settle_loans(tx, node, now)
@@ -106,6 +109,44 @@ def _reports_missing(tx: Tx, node: RowMapping, acknowledged: int, first: int, no
         node_id=node["id"],
         data={"code": "reports_missing", "from": acknowledged + 1, "to": first - 1},
     )
+
+
+def storable(value: Any) -> Any:
+    """Without what no text of a database holds: NUL and lone surrogates, say from a name of a file or a process."""
+    match value:
+        case str():
+            return value if _BAD.search(value) is None else _BAD.sub("\ufffd", value)
+        case dict():
+            return {storable(key): storable(each) for key, each in cast("dict[str, Any]", value).items()}
+        case list():
+            items: list[Any] = value
+            return [storable(each) for each in items]
+        case _:
+            return value
+
+
+def _take_safely(tx: Tx, node_id: str, raw: dict[str, Any], now: float) -> bool:
+    """One that cannot be written is told of and passed over: the node would send it, and all behind it, for ever."""
+    mark = tx.mark()
+    savepoint = tx.conn.begin_nested()
+    try:
+        taken = _take_one(tx, node_id, raw, now)
+    except Exception as error:
+        if isinstance(error, exc.SQLAlchemyError) and not is_fault_of_the_request(error):
+            raise
+        savepoint.rollback()
+        tx.undo_to(mark)
+        tx.event(
+            "alert",
+            f"report {raw['id']} cannot be taken: {type(error).__name__}",
+            now,
+            severity="critical",
+            node_id=node_id,
+            data={"code": "report_failed", "error": storable(str(error)[:1000])},
+        )
+        return False
+    savepoint.commit()
+    return taken
 
 
 def _take_one(tx: Tx, node_id: str, raw: dict[str, Any], now: float) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from sqlalchemy import URL, BigInteger, Connection, Engine, bindparam, exc, insert, update
 
-from ..errors import InvalidRequest, SchedulerError, WriterBusy
+from ..errors import SchedulerError, WriterBusy
 from ..tables import counters, events
 from . import database
 
@@ -242,8 +242,7 @@ class Writer:
 def _as_answer(error: Exception) -> Exception:
     if isinstance(error, SchedulerError) or not isinstance(error, exc.SQLAlchemyError):
         return error
-    lines = str(getattr(error, "orig", None) or error).strip().splitlines()
-    return InvalidRequest("request", f"the database refuses a value: {lines[0] if lines else error}")
+    return database.refused(error)
 
 
 def _write_events(connection: Connection, rows: list[dict[str, Any]]) -> None:

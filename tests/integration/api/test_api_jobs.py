@@ -96,6 +96,11 @@ async def test_a_need_that_no_device_can_meet_names_the_largest(http: httpx.Asyn
     assert (await _submit(http, gpus=2)).json()["largest_gpus"] == 1
 
 
+async def test_a_filter_that_no_project_can_equal_is_named(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/jobs?project=%00")
+    assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "project")
+
+
 async def test_without_nodes_any_need_is_queued(http: httpx.AsyncClient) -> None:
     assert (await _submit(http, hbm_bytes=2**49)).status_code == 201
 

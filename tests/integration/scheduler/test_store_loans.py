@@ -289,6 +289,38 @@ async def test_steps_and_engines_are_recorded(store: Store, agent: ModelAgent, o
     assert "not known here" in (await types(store, "alert"))[-1].sentence
 
 
+async def test_text_that_no_database_holds_is_cleaned(store: Store, agent: ModelAgent) -> None:
+    answer = await agent.report(
+        Alert(severity="warning", code="x", sentence="a\0b", data={"k\0": ["\0"]}),
+        OrderAnswer(seq=1, outcome="refused", detail="c\0d"),
+        engine("alpha", {"gpu": 1}, reason=Reason(code="x", sentence="e\0f")),
+    )
+    assert (answer.acknowledged, answer.unsupported) == (agent.report_id, [])
+    assert [event.sentence for event in await types(store, "alert")] == ["a\ufffdb"]
+    raw = agent.envelope(Alert(severity="info", code="y", sentence="x"))
+    raw["report"]["sentence"] = "\ud800"
+    await agent.send(raw)
+    assert (await types(store, "alert"))[-1].sentence == "\ufffd"
+    agent.devices = [device("gpu").model_copy(update={"quarantined": Reason(code="x", sentence="g\0")})]
+    await agent.register()
+
+
+async def test_a_report_that_cannot_be_written_keeps_no_other_from_being_taken(store: Store, agent: ModelAgent) -> None:
+    bad = [device("other").model_copy(update={"index": 2**80}), OrderAnswer(seq=2**80, outcome="accepted")]
+    answer = await agent.report(*bad, Alert(severity="info", code="x", sentence="after them"))
+    assert answer.unsupported == [agent.report_id - 2, agent.report_id - 1]
+    told = await types(store, "alert")
+    assert [event.data["code"] for event in told] == ["report_failed", "report_failed", "x"]
+
+
+async def test_a_query_that_no_text_can_equal_is_the_requests_fault(store: Store) -> None:
+    with pytest.raises(InvalidRequest, match="project"):
+        await store.list_jobs(project="\0")
+    if not store.url.startswith("sqlite"):
+        with pytest.raises(InvalidRequest, match="NUL"):
+            await store.get_job("\0")
+
+
 async def test_occupancy_is_contiguous_and_exact(store: Store, agent: ModelAgent) -> None:
     def turn(kind: OccupancyKind, owner: str | None = None) -> OccupancyChanged:
         return OccupancyChanged(device_id="gpu", occupancy=kind, owner_id=owner)
