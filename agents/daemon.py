@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -20,43 +19,43 @@ import structlog
 import uuid_utils
 from filelock import FileLock, Timeout
 
-from ..vmm.host_device import HostDevice
 from .attempt_run import attempt_path
-from .engine_keeper import EngineKeeper
+from .disk_reserve import RESERVE_NAME, DiskReserve
+from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
 from .engines import make_adapter
-from .errors import ConfigError, JournalCorrupt
-from .gates.base import GateRefused, GateUnreachable
+from .errors import ConfigError
 from .gates.gateway import GatewayGate
-from .gateway.launch import GatewayNotStarted, GatewayPaths, adopt_or_start
-from .journal import Journal
+from .gateway.launch import GatewayPaths
+from .gateway_keeper import GatewayKeeper
 from .loan import Loan
 from .log_sender import LogSender
-from .node import Device, Node
-from .node_files import NodeFile
-from .occupancy import EngineFacts, Holder, holder
+from .node import Node
+from .node_files import NodeFile, replace_json
+from .opening import open_devices, open_journal
 from .orders import Orders
-from .processes import identity, send_signal, wait_exited
+from .processes import identity
 from .protocol.loans import LoanState
 from .protocol.wire import (
     AttemptChanged,
     AttemptState,
-    DeviceObserved,
     EngineDeclared,
-    OccupancyChanged,
     OrderEnvelope,
-    Reason,
     Register,
     Registered,
 )
-from .settings import AgentSettings
+from .settings import AgentSettings, EngineSettings
 from .tasks import end_on_fault
 from .upstream import Upstream
+from .watch import Watch
 
 log = structlog.get_logger(__name__)
 
 _DRAINING_STOP_SECONDS: Final = 10.0
 _STOP_ALL_SECONDS: Final = 600.0
-_GATEWAY_POLL_SECONDS: Final = 0.5
+_FAULTED_STOP_SECONDS: Final = 60.0
+_LOOK_SECONDS: Final = 1.0
+_STOP_REASON: Final = "AgentStops"
+_GATEWAY_TASK: Final = "gateway"
 _FORGET_EVERY_SECONDS: Final = 3600.0
 
 
@@ -72,21 +71,24 @@ class Daemon:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise ConfigError(f"data_dir {self.data_dir}: another agent runs with this directory") from None
-        self.journal, corrupt = _open_journal(self.data_dir / "journal.sqlite")
-        self.node = Node(settings, self.journal, _open_devices(settings))
-        self.node.on_change = self._on_change
+        reserve = DiskReserve(self.data_dir / RESERVE_NAME, settings.journal_reserve_bytes)
+        devices = open_devices(settings)
+        self.journal, corrupt = open_journal(self.data_dir, reserve, devices)
+        self.node = Node(settings, self.journal, devices)
         self.file = NodeFile(self.data_dir / "node.json", _new_id)
-        self.node_id = self.file.id_of("node")
-        self.paths = GatewayPaths(control=self.data_dir / "gateway.sock", state_dir=self.data_dir / "gateway")
-        self.gate = GatewayGate(self.paths.control)
+        try:
+            self.node_id = self.file.id_of("node")
+        except OSError as error:
+            raise ConfigError(f"data_dir {self.data_dir}: {error}") from error
+        paths = GatewayPaths(control=self.data_dir / "gateway.sock", state_dir=self.data_dir / "gateway")
+        self.gate = GatewayGate(paths.control)
         self.keepers: dict[str, EngineKeeper] = {}
         for engine in settings.engines:
-            engine_id = self.file.id_of(f"engine:{engine.name}")
-            adapter = make_adapter(
-                engine.kind, base_url=engine.url, model=engine.models[0], key_file=engine.control_key_file
-            )
-            self.keepers[engine_id] = EngineKeeper(self.node, engine_id, engine, adapter, self.gate)
+            self._add_keeper(engine)
         self.loans: dict[str, Loan] = {}
+        self.gateway = GatewayKeeper(self.node, self.gate, paths, self.keepers)
+        self.watch = Watch(self.node, self.gate, self.keepers, self.loans, self.loan_on)
+        self.node.on_change = self.watch.look_soon
         self.upstream = Upstream(
             settings.server_url,
             settings.token_file,
@@ -101,12 +103,23 @@ class Daemon:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._stopping = asyncio.Event()
         self._stop_all = False
-        self._look_soon = asyncio.Event()
-        self._holders: dict[str, Holder] = {}
-        self._requests: dict[str, float | None] = {}
-        self._observed: dict[str, DeviceObserved] = {}
         if corrupt is not None:
-            self._quarantine_all(corrupt)
+            self.node.alert("critical", "journal_corrupt", corrupt)
+        for device_id, reason in self.node.quarantined.items():
+            log.warning("the device is quarantined", device=device_id, reason=reason.sentence)
+
+    def _add_keeper(self, engine: EngineSettings) -> None:
+        """An engine whose id cannot be kept is left out: at the next start its process would be nobody's."""
+        adapter = make_adapter(
+            engine.kind, base_url=engine.url, model=engine.models[0], key_file=engine.control_key_file
+        )
+        try:
+            engine_id = self.file.id_of(f"engine:{engine.name}")
+            self.keepers[engine_id] = EngineKeeper(self.node, engine_id, engine, adapter, self.gate)
+        except OSError as error:
+            sentence = f"the new engine {engine.name} is left out until the agent is restarted: {error}"
+            log.error("no room for a new engine", engine=engine.name, error=str(error))
+            self.node.alert("critical", "engine_left_out", sentence)
 
     # ---- start and stop ---------------------------------------------------------------------------------------
 
@@ -127,7 +140,10 @@ class Daemon:
         me = identity(os.getpid())
         assert me is not None
         record = self.data_dir / "agent.json"
-        record.write_text(me.model_dump_json())
+        try:
+            replace_json(record, me.model_dump(), flush=False)
+        except OSError as error:
+            log.error("`lull agent --stop` will not find this agent", record=str(record), error=str(error))
         try:
             await self._start()
             await self._stopping.wait()
@@ -138,7 +154,8 @@ class Daemon:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             await self.upstream.aclose()
             self.node.spares.close()
-            record.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                record.unlink(missing_ok=True)
             self.journal.close()
             self._lock.release()
 
@@ -146,8 +163,7 @@ class Daemon:
         for keeper in self.keepers.values():
             if keeper.process is not None:
                 keeper.process.adopt()
-        await self._ensure_gateway()
-        await self._forget_routes()
+        await self.gateway.ensure()
         for row in self.journal.open_loans():
             missing = [engine_id for engine_id in row.order.engine_ids if engine_id not in self.keepers]
             if missing:
@@ -156,16 +172,17 @@ class Daemon:
                     " put them back until the loan is closed"
                 )
             self.add_loan(Loan(self.node, row, self.keepers))
-        for loan in self.loans.values():
+        for loan in list(self.loans.values()):
             await loan.holding.wait()  # before any keeper acts on its own
-        for keeper in self.keepers.values():
-            self._spawn(f"engine {keeper.name}", keeper.run())
-        self._spawn("gateway", self._keep_gateway())
-        self._spawn("look", self._look_around())
-        self._spawn("occupancy", self._report_occupancy())
+        for keeper in () if self._stop_all else self.keepers.values():
+            self._spawn(_engine_task(keeper), keeper.run())
+        self._spawn(_GATEWAY_TASK, self.gateway.run())
+        self._spawn("look", self.watch.look_around())
+        self._spawn("occupancy", self.watch.report_occupancy())
         self._spawn("forget", self._forget_old())
         self._spawn("upstream", self.upstream.run())
-        self.node.spares.start()
+        if not self._stop_all:
+            self.node.spares.start()
 
     def _spawn(self, name: str, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
@@ -178,47 +195,45 @@ class Daemon:
 
     async def _wind_down(self) -> None:
         """A draining loan has released nothing: it is broken off. Everything else waits for the next agent."""
+        if self._stop_all:
+            await self._end_everything()
+            return
         draining = [loan for loan in self.loans.values() if loan.state is LoanState.DRAINING]
-        for loan in self.loans.values() if self._stop_all else draining:
-            loan.recall("AgentStops")
-        bound = _STOP_ALL_SECONDS if self._stop_all else _DRAINING_STOP_SECONDS
-        waits = [loan.closed.wait() for loan in (list(self.loans.values()) if self._stop_all else draining)]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(bound):
-                await asyncio.gather(*waits)
-        if not self._stop_all:
-            return
-        for name in [f"engine {keeper.name}" for keeper in self.keepers.values()] + ["gateway"]:
-            if (task := self._tasks.get(name)) is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-        for keeper in self.keepers.values():
-            if keeper.process is not None:
-                with contextlib.suppress(GateUnreachable):
-                    await keeper.close_gate()
-                await keeper.process.stop(keeper.settings.stop_seconds_max)
-        await self._end_gateway()
+        for loan in draining:
+            loan.recall(_STOP_REASON)
+        await asyncio.gather(*(_closed(loan, _DRAINING_STOP_SECONDS) for loan in draining))
 
-    async def _end_gateway(self) -> None:
-        try:
-            info = await self.gate.info()
-        except GateUnreachable:
-            return
-        send_signal(info.process, signal.SIGTERM)
-        if not await wait_exited(info.process, 60.0):
-            send_signal(info.process, signal.SIGKILL)
-            await wait_exited(info.process, 10.0)
+    async def _end_everything(self) -> None:
+        """Loans, then engines, then the gateway; the trouble of one keeps no other from its end."""
+        # A loan has its engines to itself. From here on nobody else starts one.
+        await self._cancel(*(_engine_task(keeper) for keeper in self.keepers.values()))
+        loans = list(self.loans.values())
+        for loan in loans:
+            loan.recall(_STOP_REASON)
+        await asyncio.gather(*(_closed(loan, _STOP_ALL_SECONDS) for loan in loans))
+        await self._cancel(*(_loan_task(loan) for loan in self.loans.values()), _GATEWAY_TASK)
+        ended = await asyncio.gather(*(_end_engine(keeper) for keeper in self.keepers.values()), return_exceptions=True)
+        await self.gateway.end()
+        for keeper, trouble in zip(self.keepers.values(), ended, strict=True):
+            if isinstance(trouble, BaseException):
+                log.error("the engine was not stopped", engine=keeper.name, error=str(trouble), exc_info=trouble)
+
+    async def _cancel(self, *names: str) -> None:
+        tasks = [task for name in names if (task := self._tasks.get(name)) is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # ---- loans ------------------------------------------------------------------------------------------------
 
     def add_loan(self, loan: Loan) -> None:
         self.loans[loan.loan_id] = loan
-        self._spawn(f"loan {loan.loan_id}", self._run_loan(loan))
+        self._spawn(_loan_task(loan), self._run_loan(loan))
 
     async def _run_loan(self, loan: Loan) -> None:
         await loan.run()
         self.loans.pop(loan.loan_id, None)
-        self._on_change()
+        self.watch.look_soon()
 
     def loan_on(self, device_id: str) -> Loan | None:
         return next((loan for loan in self.loans.values() if device_id in loan.order.device_ids), None)
@@ -277,116 +292,10 @@ class Daemon:
             self.orders.stop_attempt(attempt_id)
         for keeper in self.keepers.values():
             keeper.report()
-        self._holders.clear()
-        self._on_change()
+        self.watch.tell_all()
 
     async def _on_order(self, envelope: OrderEnvelope) -> None:
         await self.orders.take(envelope)
-
-    # ---- the gateway ------------------------------------------------------------------------------------------
-
-    async def _ensure_gateway(self) -> None:
-        info, started = await adopt_or_start(self.settings.gateway.listen, self.paths)
-        if info.listen != self.settings.gateway.listen:
-            log.warning("the running gateway listens elsewhere", listens=info.listen)
-        if started:
-            log.info("gateway started", pid=info.pid)
-
-    async def _forget_routes(self) -> None:
-        """Engines that are in the configuration no more get no traffic; a gate of theirs is never opened again."""
-        for engine_id in set(await self.gate.observe_all()) - set(self.keepers):
-            await self.gate.close(engine_id, "refuse", 0, 1.0)
-            try:
-                await self.gate.remove_route(engine_id)
-            except GateRefused as error:  # requests in flight: the next agent start does it
-                log.warning("an old route is still in use", engine=engine_id, error=str(error))
-
-    async def _keep_gateway(self) -> None:
-        while True:
-            try:
-                info = await self.gate.info()
-                await wait_exited(info.process, 3600.0)
-            except GateUnreachable as error:
-                log.warning("the gateway does not answer", error=str(error))
-            try:
-                await self._ensure_gateway()
-            except GatewayNotStarted as error:
-                log.error("the gateway did not start", error=str(error))
-                self.node.alert("critical", "gateway_down", str(error))
-            for keeper in self.keepers.values():
-                keeper.poke()
-            await asyncio.sleep(_GATEWAY_POLL_SECONDS)
-
-    # ---- looking around ---------------------------------------------------------------------------------------
-
-    def _on_change(self) -> None:
-        self._look_soon.set()
-
-    async def _look_around(self) -> None:
-        """Devices, while somebody listens; peaks of what jobs hold; requests at the gates."""
-        while True:
-            facts = await self.node.look()
-            for loan in self.loans.values():
-                for run in loan.live_attempts:
-                    pids = run.pids()
-                    held = max((facts[device_id].bytes_of(pids) for device_id in run.spec.device_ids), default=0)
-                    run.peak_hbm_bytes = max(run.peak_hbm_bytes, held)
-            if self.node.connected.is_set():
-                for observed in self.node.observed(facts):
-                    self._report_if_new(observed)
-            await self._look_at_gates()
-            self._on_change()
-            await asyncio.sleep(self.settings.engine_poll_seconds)
-
-    def _report_if_new(self, observed: DeviceObserved) -> None:
-        if self._observed.get(observed.device_id) != observed:
-            self._observed[observed.device_id] = observed
-            self.journal.report(observed)
-
-    async def _look_at_gates(self) -> None:
-        try:
-            seen = await self.gate.observe_all()
-        except GateUnreachable:
-            return
-        now = time.monotonic()
-        for engine_id, gate in seen.items():
-            ago = gate.last_request_seconds_ago
-            self._requests[engine_id] = None if ago is None else now - ago
-
-    async def _report_occupancy(self) -> None:
-        while True:
-            await self._look_soon.wait()
-            self._look_soon.clear()
-            now = time.monotonic()
-            for device_id in self.node.devices:
-                holds = self._holder(device_id, now)
-                if self._holders.get(device_id) != holds:
-                    self._holders[device_id] = holds
-                    self.journal.report(
-                        OccupancyChanged(
-                            device_id=device_id,
-                            occupancy=holds.occupancy,
-                            owner_id=holds.owner_id,
-                            loan_id=holds.loan_id,
-                        )
-                    )
-
-    def _holder(self, device_id: str, now: float) -> Holder:
-        loan = self.loan_on(device_id)
-        engines: list[EngineFacts] = []
-        for engine_id, keeper in self.keepers.items():
-            if device_id in keeper.device_ids:
-                last = self._requests.get(engine_id)
-                engines.append(EngineFacts(engine_id, keeper.state, None if last is None else now - last))
-        observed = self._observed.get(device_id)
-        return holder(
-            quarantined=device_id in self.node.quarantined,
-            loan_id=None if loan is None else loan.loan_id,
-            loan_state=None if loan is None else loan.state,
-            running_attempt_ids=[] if loan is None else [run.attempt_id for run in loan.live_attempts if run.running],
-            engines=engines,
-            foreign=observed is not None and any(process.owner == "foreign" for process in observed.processes),
-        )
 
     async def _forget_old(self) -> None:
         while True:
@@ -394,40 +303,40 @@ class Daemon:
                 await asyncio.to_thread(shutil.rmtree, attempt_path(self.node, attempt_id), True)
             await asyncio.sleep(_FORGET_EVERY_SECONDS)
 
-    def _quarantine_all(self, text: str) -> None:
-        reason = Reason(code="JournalCorrupt", sentence=text)
-        for device_id in self.node.devices:
-            self.node.quarantined[device_id] = reason
-        self.node.alert("critical", "journal_corrupt", text)
+
+def _engine_task(keeper: EngineKeeper) -> str:
+    return f"engine {keeper.name}"
+
+
+def _loan_task(loan: Loan) -> str:
+    return f"loan {loan.loan_id}"
+
+
+async def _closed(loan: Loan, seconds_max: float) -> None:
+    """Returns once the loan is closed, or after a bound: a shorter one for an engine that does not come back."""
+    loop = asyncio.get_running_loop()
+    deadline, faulted = loop.time() + seconds_max, False
+    while not loan.closed.is_set() and (left := deadline - loop.time()) > 0:
+        if loan.state is LoanState.FAULTED and not faulted:
+            faulted, deadline = True, min(deadline, loop.time() + _FAULTED_STOP_SECONDS)
+            continue
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(left, _LOOK_SECONDS)):
+                await loan.closed.wait()
+
+
+async def _end_engine(keeper: EngineKeeper) -> None:
+    if keeper.process is None:
+        return
+    try:
+        await keeper.close_gate()
+    except ENGINE_TROUBLE as error:
+        log.warning("the gate was not closed before its engine is stopped", engine=keeper.name, error=str(error))
+    await keeper.process.stop(keeper.settings.stop_seconds_max)
 
 
 def _new_id() -> str:
     return str(uuid_utils.uuid7())
-
-
-def _open_journal(path: Path) -> tuple[Journal, str | None]:
-    """The journal, and what was wrong with the old one if a new one had to be begun."""
-    try:
-        return Journal(path), None
-    except JournalCorrupt as error:
-        aside = path.with_name(f"{path.name}.corrupt-{time.time():.0f}")
-        for suffix in ("", "-wal", "-shm"):
-            with contextlib.suppress(FileNotFoundError):
-                Path(f"{path}{suffix}").rename(f"{aside}{suffix}")
-        text = f"the journal could not be read ({error}); it lies in {aside}: look for running jobs before you lend"
-        log.critical("journal corrupt", error=str(error), kept=str(aside))
-        return Journal(path), text
-
-
-def _open_devices(settings: AgentSettings) -> list[Device]:
-    devices: list[Device] = []
-    for index, declared in enumerate(settings.devices):
-        try:
-            host = HostDevice.create(declared.path, capacity_bytes=declared.capacity_bytes)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"devices.{index}: {declared.path}: {error}") from error
-        devices.append(Device(host.uuid, index, f"host_{host.kind}", host.capacity_bytes, str(host.path)))
-    return devices
 
 
 def _machine_id(file: NodeFile) -> str:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import structlog
 
 log = structlog.get_logger(__name__)
-T = TypeVar("T")
 
 RESERVE_BYTES_MIN: Final = 1 << 20
 RESERVE_BYTES_MAX: Final = 16 << 20
+RESERVE_NAME: Final = "disk.reserve"
+SMALL_FILES_BYTES: Final = 256 << 10
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -52,14 +52,19 @@ class DiskReserve:
             self.path.unlink()
         except OSError:
             return False
-        log.warning("the disk reserve was given up", reserve=str(self.path), bytes=self.size_bytes)
+        log.warning("the disk reserve was given up", reserve=str(self.path))
         return True
 
-    def retry(self, write: Callable[[], T]) -> T:
-        """``write()``, and once more without the reserve if the disk was full."""
-        try:
-            return write()
-        except OSError as error:
-            if error.errno not in FULL or not self.release():
-                raise
-        return write()
+
+def is_full(directory: Path) -> bool:
+    """True if not even some small files fit."""
+    try:
+        disk = os.statvfs(directory)
+    except OSError:
+        return False
+    return disk.f_bavail * disk.f_frsize < SMALL_FILES_BYTES
+
+
+def release_above(path: Path) -> bool:
+    """Gives up the reserve of the data directory in which ``path`` lies; True if there was one."""
+    return any(DiskReserve(parent / RESERVE_NAME, 0).release() for parent in path.parents)

@@ -225,10 +225,11 @@ class JournalFile:
 
     def mend(self) -> bool:
         """Back to disk, with a reserve, if there is room again; True if all is well."""
+        if self._reserve is not None and not self._reserve.hold():
+            self.short = self.short or "its reserve was given up"
+            return False
         if not self.short:
             return True
-        if self._reserve is not None and not self._reserve.hold():
-            return False
         if self.in_memory and not self._back_to_disk():
             return False
         self.short = ""

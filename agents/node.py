@@ -6,12 +6,14 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from .journal import Journal
 from .probe import DeviceFacts, HostMemoryProbe, mem_available_bytes
 from .processes import boot_id
 from .protocol.wire import Alert, DeviceObserved, DeviceProcess, Reason
+from .quarantine import read_quarantine
 from .settings import AgentSettings
 from .spare_runners import SpareRunners
 
@@ -72,7 +74,7 @@ class Node:
         self.host_ram = HostRam(settings.host_reserve_bytes)
         self.owners = Owners()
         self.boot_id = boot_id()
-        self.quarantined: dict[str, Reason] = {}
+        self.quarantined: dict[str, Reason] = read_quarantine(Path(settings.data_dir), self.devices)
         self.connected = asyncio.Event()  # set while the scheduler's order stream is up
         self.spares = SpareRunners()
         # Engines that were promised room and have not taken it all yet: what each still takes, by device.
@@ -115,5 +117,7 @@ class Node:
         self.journal.report(Alert(severity=severity, code=code, sentence=sentence, **about))
 
     def disk_is_short(self) -> bool:
+        if self.journal.short:
+            return True
         disk = os.statvfs(self.settings.data_dir)
         return disk.f_bavail * disk.f_frsize < self.settings.journal_reserve_bytes

@@ -13,17 +13,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from .disk_reserve import FULL, release_above
+
 
 def replace_json(path: Path, value: dict[str, Any], *, flush: bool = True) -> None:
     """Mode 0600; whoever reads it finds the old content or the new one, and with ``flush`` also after a power cut.
 
-    Raises OSError, and then the old content is there and nothing else is left.
+    On a full disk it takes from the reserve. Raises OSError: then the old content is there and nothing else is left.
     """
+    data = json.dumps(value).encode()
+    try:
+        _replace(path, data, flush)
+    except OSError as error:
+        if error.errno not in FULL or not release_above(path):
+            raise
+        _replace(path, data, flush)
+
+
+def _replace(path: Path, data: bytes, flush: bool) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            _write_all(fd, json.dumps(value).encode())
+            _write_all(fd, data)
             if flush:
                 os.fsync(fd)
         finally:
@@ -60,8 +72,9 @@ class NodeFile:
         self._value = read_json(path)
 
     def id_of(self, what: str) -> str:
-        """``what``: ``node``, ``machine`` or ``engine:NAME``."""
+        """``what``: ``node``, ``machine`` or ``engine:NAME``. Raises OSError: an id that is not kept is none."""
         if what not in self._value:
-            self._value[what] = self._new_id()
-            replace_json(self._path, self._value)
+            value = {**self._value, what: self._new_id()}
+            replace_json(self._path, value)
+            self._value = value
         return str(self._value[what])

@@ -87,6 +87,7 @@ class AgentNode:
                 "engine_poll_seconds": 0.2,
                 "loan_idle_seconds_max": 0.2,
                 "host_reserve_bytes": 0,
+                "journal_reserve_bytes": MIB,
             }
         )
         self.daemon: Daemon | None = None

@@ -204,14 +204,29 @@ async def test_a_journal_that_cannot_be_read_guesses_nothing(tmp_path: Path) -> 
         await node.until(lambda: keeper.gate_state.value == "closed", "the gate is closed")
         assert (keeper.engine_id, keeper.incarnation) == (engine_id, first)
         await node.open_loan(node.job(["true"]), loan_id="loan-2", epoch=9)
-        await node.until_closed("loan-2")
-        assert node.last_reason("loan-2") is not None
+        assert node.states("loan-2") == ["closed"], "refused at once"
+        reason = node.last_reason("loan-2")
+        assert reason is not None
+        assert "quarantine.json" in reason["sentence"]
         for pid in find_by_environ("LULL_ATTEMPT", job.attempt_id):
             process = identity(pid)
             assert process is None or send_signal(process, 9)
         await node.ready()
         assert (await node.ask()).status_code == 200
         assert keeper.incarnation == first, "resumed, behind the room that the job left"
+        await node.stop()
+        await node.start()
+        await node.ready()
+        assert set(node.daemon.node.quarantined) == set(node.device_ids), "a restart alone lifts nothing"
+        (tmp_path / "agent" / "quarantine.json").write_text("garbage")
+        await node.stop()
+        await node.start()
+        assert set(node.daemon.node.quarantined) == set(node.device_ids), "a file that cannot be read lends nothing"
+        (tmp_path / "agent" / "quarantine.json").unlink()
+        await node.stop()
+        await node.start()
+        assert node.daemon.node.quarantined == {}
+        await node.ready()
 
 
 HOLDS = """

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lull.agents.node_files import read_json, replace_json
+from lull.agents.disk_reserve import RESERVE_NAME, DiskReserve
+from lull.agents.node_files import NodeFile, read_json, replace_json
 from tests.small_disk import small_disk
 
 
@@ -28,3 +29,26 @@ def test_a_full_disk_leaves_the_old_file_whole(tmp_path: Path, left_bytes: int) 
         disk.clear()
         replace_json(path, {"golden": "new"})
         assert read_json(path) == {"golden": "new"}
+
+
+def test_a_full_disk_gives_its_reserve_for_a_small_file(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        reserve = DiskReserve(disk.path / RESERVE_NAME, 0)
+        assert reserve.hold()
+        engine = disk.path / "engines" / "alpha"
+        engine.mkdir(parents=True)
+        disk.fill()
+        replace_json(engine / "facts.json", {"golden": "new"})
+        assert read_json(engine / "facts.json") == {"golden": "new"}
+        assert not reserve.path.exists()
+        assert not reserve.hold(), "there is no room for it yet"
+
+
+def test_an_id_that_cannot_be_kept_is_not_given(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        file = NodeFile(disk.path / "node.json", lambda: "x" * 8000)
+        disk.fill()
+        with pytest.raises(OSError):
+            file.id_of("node")
+        disk.clear()
+        assert NodeFile(disk.path / "node.json", lambda: "new").id_of("node") == "new"
