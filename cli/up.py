@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import signal
+import socket
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -14,10 +16,13 @@ from typing import Annotated, Final
 import platformdirs
 import typer
 
+from ..agents.gates.base import GateError
+from ..agents.gates.gateway import GatewayGate
 from ..agents.main import load_settings
 from ..agents.processes import identity, is_same, send_signal
 from ..agents.protocol.config_file import ConfigFileError
 from ..agents.protocol.wire import ProcessIdentity
+from ..agents.settings import AgentSettings
 from ..api.auth import TokenFileError, read_token
 from ..api.client import Client, ClientError
 from .context import Target, config_path, write_context
@@ -72,7 +77,7 @@ def run_up(paths: UpPaths, config: Path | None, host: str, port: int) -> None:
     paths.make()
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     toml = agent_config(paths, config, url)
-    _check_agent_config(toml)
+    settings = _check_agent_config(toml)
     with _only_one(paths), StopSignal().installed() as stop:
         end_orphans(read_record(paths))
         paths.stopping.unlink(missing_ok=True)
@@ -83,6 +88,7 @@ def run_up(paths: UpPaths, config: Path | None, host: str, port: int) -> None:
             _await_server(children, server, stop, url, paths)
             if not stop.requested:
                 write_context(config_path(), CONTEXT_NAME, Target(url, paths.token_file))
+                _say_if_taken(settings.gateway.listen, GatewayGate(paths.agent_dir / "gateway.sock"))
                 children.start(agent)
                 say(f"API at {url}, token in {paths.token_file}, context {CONTEXT_NAME!r} in {config_path()}")
                 children.watch(stop)
@@ -103,12 +109,31 @@ def agent_config(paths: UpPaths, config: Path | None, url: str) -> Path:
     return paths.agent_toml
 
 
-def _check_agent_config(toml: Path) -> None:
+def _check_agent_config(toml: Path) -> AgentSettings:
     """What the agent would refuse is refused here, before anything starts."""
     try:
-        load_settings(toml, {})
+        return load_settings(toml, {})
     except ConfigFileError as error:
         fail(str(error), ExitCode.USAGE)
+
+
+def _say_if_taken(listen: str, gate: GatewayGate) -> None:
+    """The agent goes on without its gateway and tries again; whoever looks at this terminal should know."""
+
+    async def runs() -> bool:
+        try:
+            await gate.info()
+        except GateError:
+            return False
+        return True
+
+    host, _, port = listen.rpartition(":")
+    try:
+        with socket.create_server((host, int(port))):
+            return
+    except OSError as error:
+        if not asyncio.run(runs()):
+            say(f"gateway.listen {listen}: {error.strerror or error}; no request reaches an engine until it is free")
 
 
 def _children(paths: UpPaths, toml: Path, url: str, host: str, port: int) -> tuple[Child, Child]:

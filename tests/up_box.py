@@ -31,7 +31,7 @@ class UpBox:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.paths = UpPaths(directory.resolve())
-        self.port, gateway_port = free_ports(2)
+        self.port, self.gateway_port = free_ports(2)
         self.up: subprocess.Popen[bytes] | None = None
         directory.mkdir(exist_ok=True)
         self.config = directory / "agent.toml"
@@ -42,7 +42,7 @@ class UpBox:
                     f"token_file = {json.dumps(str(self.paths.token_file))}",
                     f"data_dir = {json.dumps(str(self.paths.agent_dir))}",
                     'node_name = "box"',
-                    f'gateway = {{listen = "127.0.0.1:{gateway_port}"}}',
+                    f'gateway = {{listen = "127.0.0.1:{self.gateway_port}"}}',
                     f"devices = [{{path = {json.dumps(str(directory / 'device'))}, capacity_bytes = {DEVICE_BYTES}}}]",
                 ]
             )
@@ -111,10 +111,11 @@ class UpBox:
 
 
 @contextlib.contextmanager
-def opened(directory: Path) -> Generator[UpBox]:
+def opened(directory: Path, *, start: bool = True) -> Generator[UpBox]:
     box = UpBox(directory)
     try:
-        box.start()
+        if start:
+            box.start()
         yield box
     finally:
         box.end()

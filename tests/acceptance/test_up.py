@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Generator
 from pathlib import Path
@@ -112,6 +113,18 @@ def test_a_port_that_is_in_use_is_one_clear_line(box: UpBox, tmp_path: Path) -> 
     assert str(box.port) in ended.stderr
     assert "Traceback" not in ended.stderr
     assert other.processes() == []
+
+
+def test_a_gateway_s_port_in_use_is_one_clear_line_and_the_rest_runs(tmp_path: Path) -> None:
+    with opened(tmp_path / "box", start=False) as box, socket.socket() as taken:
+        taken.bind(("127.0.0.1", box.gateway_port))
+        taken.listen()
+        box.start()
+        (line,) = [line for line in (box.directory / "up.log").read_text().splitlines() if "gateway.listen" in line]
+        assert f"127.0.0.1:{box.gateway_port}" in line
+        assert "in use" in line
+        assert box.run("submit", "--wait", "--hbm", "1MiB", "--", "true").returncode == 0
+        wait_until(lambda: "gateway_down" in box.run("events", "-o", "jsonl").stdout, 60, "the alert")
 
 
 @pytest.mark.parametrize(
