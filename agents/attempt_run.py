@@ -330,7 +330,7 @@ class AttemptRun:
                 started_at=outcome.started_at,
                 ended_at=outcome.ended_at,
                 peak_hbm_bytes=self.peak_hbm_bytes or None,
-                cleanup=outcome.cleanup,
+                cleanup=outcome.cleanup or _swept(outcome),
                 reason=outcome.reason,
             )
         )
@@ -338,6 +338,14 @@ class AttemptRun:
         self.node.owners.attempts.pop(self.attempt_id, None)
         self.loan.changed.set()
         self.node.on_change()
+
+
+def _swept(outcome: AttemptOutcome) -> Reason | None:
+    """What the job left running, said apart from its result."""
+    if not outcome.stragglers_killed:
+        return None
+    sentence = f"{outcome.stragglers_killed} processes that the job left behind were ended"
+    return Reason(code="stragglers_killed", sentence=sentence, data={"count": outcome.stragglers_killed})
 
 
 def attempt_path(node: Node, attempt_id: str) -> Path:

@@ -18,10 +18,9 @@ from .node_files import read_json, replace_json
 from .processes import descendants, find_by_environ, identity, is_same, read_stat, send_signal, wait_exited
 from .protocol.policy import EnginePolicy
 from .protocol.wire import ProcessIdentity
-from .settings import EngineSettings
+from .settings import RESTORE_MODE_FLAGS, EngineSettings
 
 ENGINE_MARK: Final = "LULL_ENGINE"
-RESTORE_MODE_FLAGS: Final = "{restore_mode_flags}"
 _KILL_SECONDS_MAX: Final = 30.0
 _LOG_BYTES_MAX: Final = 64 << 20
 

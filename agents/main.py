@@ -24,10 +24,7 @@ _STOP_SECONDS_MAX: Final = 900.0
 
 def load_settings(config: Path, given: dict[str, Any]) -> AgentSettings:
     """The file at ``config`` with what the command line gave in its place; raises ConfigFileError."""
-    settings = load_toml(config, AgentSettings)
-    if given:
-        settings = AgentSettings.model_validate({**settings.model_dump(), **given})
-    return settings
+    return load_toml(config, AgentSettings, given)
 
 
 def run_agent(config: Path, given: dict[str, Any], *, stop: bool) -> int:

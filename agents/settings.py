@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -22,6 +23,7 @@ _UNITS: Final = {
     "gib": 2**30,
     "tib": 2**40,
 }
+RESTORE_MODE_FLAGS: Final = "{restore_mode_flags}"  # in a command: becomes --restore-mode TAG=MODE for every tag
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -75,6 +77,11 @@ class EngineSettings(Section):
 
     @model_validator(mode="after")
     def _check(self) -> EngineSettings:
+        if self.command is not None and RESTORE_MODE_FLAGS not in self.command:
+            raise ValueError(
+                f"command: put the word {RESTORE_MODE_FLAGS!r} where the engine takes its --restore-mode flags:"
+                " without it the policy's restore_modes could not be obeyed"
+            )
         if len(set(self.device_indexes)) != len(self.device_indexes):
             raise ValueError("device_indexes: each device once")
         return self
@@ -84,7 +91,7 @@ class AgentSettings(Section):
     server_url: Annotated[str, Field(pattern=r"^https?://\S+$")]
     token_file: Path
     data_dir: Path
-    node_name: Name
+    node_name: Name = Field(default_factory=lambda: re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:63])
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     devices: Annotated[list[DeviceSettings], Field(max_length=64)] = Field(default_factory=list[DeviceSettings])
     engines: Annotated[list[EngineSettings], Field(max_length=256)] = Field(default_factory=list[EngineSettings])

@@ -86,7 +86,7 @@ def _print_result(document: dict[str, Any], as_json: bool) -> None:
         print(line)
     print()
     if document["ok"]:
-        print("All as it should be: nothing was lost, nothing is left behind.")
+        print("All as it should be: nothing was lost.")
     for sentence in document["failures"]:
         print(f"WRONG: {sentence}")
 

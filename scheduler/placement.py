@@ -159,7 +159,7 @@ def _engine_blocker(devices: list[Device], engines: list[Engine], now: float) ->
     for engine in engines:
         data = {"engine_id": engine.id, "engine": engine.name}
         if engine.policy.when != "always":
-            sentence = f"engine {engine.name} is lent by hand only (policy `when` is {engine.policy.when})"
+            sentence = f"engine {engine.name} is not lent: its policy says when = {engine.policy.when}, not always"
             return Blocker("EngineManual", sentence, data)
         if engine.state is not EngineState.RUNNING or not engine.verified or engine.gate is not GateState.OPEN:
             doubt = "" if engine.verified else ", not verified yet"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 M = TypeVar("M", bound=BaseModel)
 
 _FILE_BYTES_MAX = 1 << 20
+_SHOWN_MAX = 20
 _HEADER = re.compile(r"^\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"^\s*([A-Za-z0-9_.\"'-]+)\s*=")
 
@@ -20,8 +23,8 @@ class ConfigFileError(ValueError):
     """What is wrong, as ``file:line: key: text``."""
 
 
-def load_toml(path: Path, model: type[M]) -> M:
-    """The file at ``path`` as ``model``; raises ConfigFileError."""
+def load_toml(path: Path, model: type[M], given: Mapping[str, Any] | None = None) -> M:
+    """The file at ``path`` as ``model``, with what the command line has ``given``; raises ConfigFileError."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -38,24 +41,27 @@ def load_toml(path: Path, model: type[M]) -> M:
         place = re.search(r"line (\d+)", str(error))
         line = place.group(1) if place else str(text.count("\n") + 1)
         raise ConfigFileError(f"{path}:{line}: {error}") from error
-    return validate(path, text, values, model)
+    return validate(path, text, {**values, **(given or {})}, model)
 
 
 def validate(path: Path, text: str, values: dict[str, Any], model: type[M]) -> M:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        # A misspelled key is also a missing one: the spelling is what has to change.
-        first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
-        place = tuple(part for part in first["loc"] if part != "off")
-        key = ".".join(str(part) for part in place) or "(whole file)"
-        message = str(first["msg"]).removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            message = "unknown key; remove it or correct its spelling"
-        elif first["type"] == "missing":
-            message = "is missing"
-        raise ConfigFileError(f"{path}:{line_of(text, place)}: {key}: {message}") from error
+        # A misspelled key is also a missing one: the spelling is what has to change, so it comes first.
+        found = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
+        raise ConfigFileError("\n".join(_one_line(path, text, one) for one in found[:_SHOWN_MAX])) from error
+
+
+def _one_line(path: Path, text: str, error: ErrorDetails) -> str:
+    place = tuple(part for part in error["loc"] if part != "off")
+    key = ".".join(str(part) for part in place) or "(whole file)"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        message = "unknown key; remove it or correct its spelling"
+    elif error["type"] == "missing":
+        message = "is missing"
+    return f"{path}:{line_of(text, place)}: {key}: {message}"
 
 
 def line_of(text: str, place: tuple[str | int, ...]) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ...vmm.tags import INIT_ONLY_TAGS, KEEPS_CONTENTS, TAG_PATTERN, WEIGHT_TAGS, RestoreMode
+from ...vmm.tags import INIT_ONLY_TAGS, KEEPS_CONTENTS, TAG_PATTERN, TRTLLM_TAGS, WEIGHT_TAGS, RestoreMode
 
 NOT_OBEYED_YET: Final = {
     "on_pressure": "lending under host-memory pressure",
@@ -83,6 +83,9 @@ class EnginePolicy(BaseModel):
         for tag, mode in modes.items():
             if not TAG_PATTERN.fullmatch(tag):
                 raise ValueError(f"tag {tag!r}: a tag is lower-case letters, digits and underscores")
+            if tag not in TRTLLM_TAGS and tag not in INIT_ONLY_TAGS:
+                # Every engine that this version drives speaks TensorRT-LLM's wire, which takes these and no others.
+                raise ValueError(f"tag {tag!r} does not exist; known: {', '.join(TRTLLM_TAGS)}")
             if tag in INIT_ONLY_TAGS:
                 raise ValueError(f"tag {tag!r} is an initialization-only tag and cannot be released")
             if tag in WEIGHT_TAGS and mode not in KEEPS_CONTENTS:

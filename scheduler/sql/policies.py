@@ -34,7 +34,8 @@ def put(
     written = tx.conn.execute(
         update(engines)
         .where(engines.c.id == found.id, engines.c.policy_version == found.policy_version)
-        .values(policy=policy.model_dump(mode="json"), policy_version=version)
+        # What held the engine back may be just what was mended: the next loan finds out.
+        .values(policy=policy.model_dump(mode="json"), policy_version=version, not_before=0.0, trouble=None)
     )
     if written.rowcount != 1:
         raise VersionConflict(found.policy_version, version)

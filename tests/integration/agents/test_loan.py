@@ -358,6 +358,7 @@ async def test_a_child_that_a_job_leaves_behind_is_swept_before_the_engine_wakes
         end = node.attempt_end(job.attempt_id)
         assert end is not None
         assert (end["end"], end["exit_code"]) == ("exited", 0)
+        assert end["cleanup"]["code"] == "stragglers_killed"
         assert find_by_environ("LULL_ATTEMPT", job.attempt_id) == []
 
 

@@ -49,6 +49,7 @@ def test_a_cache_may_be_kept_or_lost(mode: str) -> None:
     [
         ("restore_modes", {}, "at least one tag"),
         ("restore_modes", {"Model": "CPU"}, "lower-case"),
+        ("restore_modes", {"weights": "CPU"}, "does not exist; known: model_weights"),
         ("restore_modes", {"_no_capture_init_kv_cache": "NONE"}, "initialization-only"),
         ("restore_modes", {"kv_cache": "DISK"}, "'CPU', 'PINNED', 'NONE' or 'MEMSET'"),
         ("settle_samples", 0, "greater than or equal to 1"),
