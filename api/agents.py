@@ -75,7 +75,6 @@ async def orders(
     services = services_of(request)
     # Before the first byte, so that an unknown node or a stale registration is a problem with a status.
     found = await services.store.orders_after(node_id, after, _BATCH)
-    await services.store.touch_node(node_id, now())
     return StreamingResponse(
         _lines(services, node_id, after, found),
         media_type="application/x-ndjson",
@@ -84,7 +83,9 @@ async def orders(
 
 
 async def _lines(services: Services, node_id: str, after: int, found: list[OrderEnvelope]) -> AsyncIterator[bytes]:
-    """The newest stream of a node is the only one: an older one ends when it is woken by the newer."""
+    """Writing a line is no sign of the node's life: a stopped process still has room in its socket's buffer.
+
+    The newest stream of a node is the only one: an older one ends when it is woken by the newer."""
     topic = f"orders:{node_id}"
     me = object()
     services.order_streams[node_id] = me
@@ -104,7 +105,6 @@ async def _lines(services: Services, node_id: str, after: int, found: list[Order
                 is_first = False
                 watch.clear()
                 try:
-                    await store.touch_node(node_id, now())
                     found = await store.orders_after(node_id, after, _BATCH)
                 except SchedulerError:
                     return  # a newer registration, or no database: the agent comes back and is told which

@@ -57,16 +57,11 @@ class Store:
     has committed.
     """
 
-    def __init__(
-        self, url: str, *, queue_jobs_max: int = 10_000, lease_seconds: float = 30.0, touch_seconds: float = 5.0
-    ) -> None:
-        """``url``: ``sqlite:///PATH`` or ``postgresql://…`` (psycopg). ``touch_seconds``: how often at most a
-        sign of life of a node is written down."""
+    def __init__(self, url: str, *, queue_jobs_max: int = 10_000, lease_seconds: float = 30.0) -> None:
+        """``url``: ``sqlite:///PATH`` or ``postgresql://…`` (psycopg)."""
         self._url = database.normalize_url(url)
         self._queue_jobs_max = queue_jobs_max
         self._lease_seconds = lease_seconds
-        self._touch_seconds = touch_seconds
-        self._touched_at: dict[str, float] = {}  # by node, this process's monotonic clock
         self._subscribers: dict[object, Callable[[frozenset[str]], None]] = {}
         self._writer: Writer | None = None
         self._readers: ThreadPoolExecutor | None = None
@@ -220,19 +215,16 @@ class Store:
         raised, answer = await self._write(work)
         if self._term == led_by:
             self._term = raised
-        self._touched_at[register.node_id] = time.monotonic()
         return answer
 
     async def take_reports(self, batch: ReportBatch, now: float) -> ReportsAnswer:
-        """Raises NotFound (register first), StaleIncarnation, InvalidRequest."""
+        """Also an empty batch is a sign of life. Raises NotFound (register first), StaleIncarnation, InvalidRequest."""
         try:
-            answer = await self._write(lambda tx: reports.take(tx, batch, now))
+            return await self._write(lambda tx: reports.take(tx, batch, now))
         except StaleIncarnation as error:
             if batch.incarnation > error.current:
                 await self._write(lambda tx: agent_writes.raise_incarnation(tx, batch.node_id, batch.incarnation))
             raise
-        self._touched_at[batch.node_id] = time.monotonic()
-        return answer
 
     async def orders_after(self, node_id: str, seq: int, limit: int = 100) -> list[OrderEnvelope]:
         """Orders above ``seq``. The first call after a registration, with the ``orders_after`` that it answered or
@@ -241,14 +233,6 @@ class Store:
         if unconfirmed:
             await self._write(lambda tx: registration.confirm(tx, node_id, seq, _now(None)))
         return found
-
-    async def touch_node(self, node_id: str, now: float) -> None:
-        """A sign of life. Cheap: written down every few seconds at most."""
-        at = self._touched_at.get(node_id)
-        if at is not None and time.monotonic() - at < self._touch_seconds:
-            return
-        await self._write(lambda tx: agent_writes.touch(tx, node_id, now))
-        self._touched_at[node_id] = time.monotonic()
 
     async def add_order(self, node_id: str, order: Order, now: float | None = None) -> int:
         """Appends an order that is no decision (FetchLog); returns its seq. Raises NotFound."""

@@ -119,8 +119,7 @@ def storable(value: Any) -> Any:
         case dict():
             return {storable(key): storable(each) for key, each in cast("dict[str, Any]", value).items()}
         case list():
-            items: list[Any] = value
-            return [storable(each) for each in items]
+            return [storable(each) for each in cast("list[object]", value)]
         case _:
             return value
 

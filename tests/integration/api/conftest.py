@@ -52,7 +52,7 @@ def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def store(tmp_path: Path, migrated_database: Path) -> AsyncIterator[Store]:
     shutil.copy(migrated_database, tmp_path / "lull.db")
-    made = Store(f"sqlite:///{tmp_path / 'lull.db'}", queue_jobs_max=5, touch_seconds=0.0)
+    made = Store(f"sqlite:///{tmp_path / 'lull.db'}", queue_jobs_max=5)
     await made.start()
     try:
         yield made

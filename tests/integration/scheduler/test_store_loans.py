@@ -122,7 +122,7 @@ async def test_batches_that_cannot_be_taken_are_refused(store: Store, agent: Mod
         await agent.send(incarnation=40)
     assert (await agent.register()).incarnation == 41, "above what the node had been given by a database since lost"
     with pytest.raises(NotFound, match="node"):
-        await ModelAgent(store, "stranger").store.touch_node("stranger", 1.0)
+        await store.orders_after("stranger", 1)
 
 
 async def test_memory_that_is_not_freed_sends_the_job_back_and_leaves_the_engine_alone(

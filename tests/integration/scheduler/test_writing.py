@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lull.agents.protocol.wire import RestartEngine
 from lull.scheduler.actions import OpenLoan, Place
 from lull.scheduler.errors import DatabaseUnavailable, IdempotencyMismatch, InvalidRequest, NotLeader
 from lull.scheduler.lifecycle import JobState
@@ -37,7 +38,9 @@ async def test_a_bad_request_fails_alone_in_its_group(store: Store) -> None:
         return store.submit_job(REQUEST, "ann", key, body, time.time())
 
     asked = [submit(None, "-") if number != 7 else submit("key", "other") for number in range(20)]
-    answers = await asyncio.gather(*asked, store.touch_node("nobody", 1.0), return_exceptions=True)
+    answers = await asyncio.gather(
+        *asked, store.add_order("nobody", RestartEngine(engine_id="no")), return_exceptions=True
+    )
     assert isinstance(answers[7], IdempotencyMismatch)
     assert isinstance(answers[20], Exception)
     good = [answer for answer in answers if not isinstance(answer, BaseException)]
