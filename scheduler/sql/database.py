@@ -33,9 +33,11 @@ def normalize_url(url: str) -> URL:
     """Raises InvalidRequest for a database that is neither SQLite nor PostgreSQL."""
     try:
         parsed = make_url(url)
-    except exc.ArgumentError:
+    except (exc.ArgumentError, ValueError):
+        # Not quoted: what cannot be parsed may hold a password anywhere.
         raise InvalidRequest(
-            "database_url", f"{url!r} is no address; for example sqlite:////var/lib/lull/lull.db"
+            "database_url",
+            "what is given is no address; for example sqlite:////var/lib/lull/lull.db or postgresql://user@host/lull",
         ) from None
     backend = parsed.get_backend_name()
     if backend == "sqlite":

@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from sqlalchemy import URL, BigInteger, Connection, Engine, bindparam, exc, insert, update
 
-from ..errors import SchedulerError, WriterBusy
+from ..errors import DatabaseUnavailable, SchedulerError, WriterBusy
 from ..tables import counters, events
 from . import database
 
@@ -152,6 +152,7 @@ class Writer:
 
     def _commit(self, batch: list[_Request[Any]]) -> frozenset[str]:
         """Runs the batch in one transaction; returns its topics. Fills in every request's result or error."""
+        failure: Exception = DatabaseUnavailable("the database ended the connection again and again")
         for tries_left in range(_TRIES_MAX - 1, -1, -1):
             for request in batch:
                 request.result = request.error = None
@@ -164,16 +165,16 @@ class Writer:
                     continue
                 if error.connection_invalidated and not self._committing and not fresh:
                     continue  # the connection had died since its last use; nothing of this was committed
-                failure: Exception = database.unavailable(error)
+                failure = database.unavailable(error)
             except exc.SQLAlchemyError as error:
                 self._disconnect()
                 failure = database.unavailable(error)
             except Exception as error:  # noqa: BLE001 - the callers get it; the thread has to live on
                 self._disconnect()
                 failure = error
-            for request in batch:
-                request.error = failure
-            return frozenset()
+            break
+        for request in batch:
+            request.error = failure
         return frozenset()
 
     def _commit_once(self, batch: list[_Request[Any]]) -> frozenset[str]:

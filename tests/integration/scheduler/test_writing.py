@@ -52,6 +52,13 @@ async def test_a_bad_request_fails_alone_in_its_group(store: Store) -> None:
     assert [event.seq for event in events] == sorted(event.seq for event in events)
 
 
+@pytest.mark.parametrize("url", ["postgresql:/ann:secret@host/db", "postgresql://ann:secret@host:x/db", "secret"])
+def test_an_address_that_cannot_be_read_is_not_shown(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="database_url") as caught:
+        Store(url)
+    assert "secret" not in str(caught.value)
+
+
 async def test_a_value_that_the_database_refuses_is_the_requests_fault(store: Store) -> None:
     long_key = "k" * 300
     if store.url.startswith("sqlite"):
