@@ -219,3 +219,21 @@ def test_an_order_that_cannot_be_read_does_not_hold_up_those_behind_it() -> None
         json.dumps({**answer, "policies": [{"engine_id": "e", "version": 2, "policy": policy}, good]}).encode()
     )
     assert [one.engine_id for one in registered.policies] == ["f"]
+
+
+async def test_a_wrong_key_is_said_and_the_engine_is_left_running(tmp_path: Path) -> None:
+    async with agent_node(tmp_path) as node:
+        keeper = node.keeper()
+        first = keeper.incarnation
+        key = tmp_path / "alpha.key"
+        right = key.read_text()
+        async with keeper.hand:
+            key.write_text("wrong")
+            keeper.remember(verified=None)  # as after a start of the agent that knows nothing of it yet
+        await node.until(
+            lambda: keeper.reason is not None and "cannot be asked" in keeper.reason.sentence, "the reason is shown"
+        )
+        assert keeper.gate_state is GateState.CLOSED
+        key.write_text(right)
+        await node.ready()
+        assert keeper.incarnation == first
