@@ -145,8 +145,14 @@ class EngineHand:
     def remember(self, **values: Any) -> None:
         """Writes facts about the engine that the next agent needs."""
         self.data = {**self.data, **values}
-        # All but the golden answers is about processes that a power cut ends as well.
-        replace_json(self._facts_path, self.data, flush="golden" in values)
+        try:
+            # All but the golden answers is about processes that a power cut ends as well.
+            replace_json(self._facts_path, self.data, flush="golden" in values)
+        except OSError as error:
+            # This agent still knows; the next one finds an engine that is not verified, and proves it again.
+            log.error("facts about an engine could not be kept", engine=self.name, error=str(error))
+            if values.get("verified", "") is None:
+                raise  # the old file would call it verified: nothing may be released then
 
     def changed(self) -> EngineChanged:
         process = self.process_identity

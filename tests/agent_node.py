@@ -13,6 +13,7 @@ import random
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import warnings
 from collections.abc import AsyncIterator, Callable
@@ -60,6 +61,7 @@ class EngineUnderTest:
     extra: list[str] = field(default_factory=list)
     policy: dict[str, Any] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
+    attached: bool = False  # the test starts it, with the policy's restore modes, as its owner would
 
 
 class AgentNode:
@@ -68,6 +70,8 @@ class AgentNode:
     def __init__(self, root: Path, engines: list[EngineUnderTest], capacities: list[int]) -> None:
         self.root = root
         self.engines = engines
+        self.commands: dict[str, list[str]] = {}
+        self.owned: dict[str, subprocess.Popen[bytes]] = {}
         self.gateway_port = free_port()
         self.token_file = root / "token"
         self.token_file.write_text("lull_test")
@@ -108,13 +112,14 @@ class AgentNode:
             *engine.extra,
             "{restore_mode_flags}",
         ]
+        self.commands[engine.name] = [word for word in command if word != "{restore_mode_flags}"]
         return {
             "name": engine.name,
             "models": [engine.name],
             "url": f"http://127.0.0.1:{engine.port}",
             "device_indexes": engine.devices,
             "control_key_file": key,
-            "command": command,
+            "command": None if engine.attached else command,
             "health_seconds_max": 60,
             "stop_seconds_max": 5,
             "policy": {"when": "always", "settle_samples": 2, "settle_seconds_max": 2, **engine.policy},
@@ -122,6 +127,15 @@ class AgentNode:
 
     def witness_path(self, name: str) -> Path:
         return self.root / f"{name}.witness"
+
+    def start_owned(self, name: str = "alpha") -> None:
+        """Starts an attached engine, as its owner does."""
+        self.owned[name] = subprocess.Popen(self.commands[name], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    def kill_owned(self, name: str = "alpha") -> None:
+        process = self.owned.pop(name)
+        process.kill()
+        process.wait(10)
 
     # ---- the agent --------------------------------------------------------------------------------------------
 
@@ -160,6 +174,8 @@ class AgentNode:
     async def end_everything(self) -> None:
         """Whatever the test left behind: engines, gateway and jobs, by their marks."""
         await self.stop()
+        for name in list(self.owned):
+            self.kill_owned(name)
         pids: list[int] = []
         for engine_id in (self._engine_ids or {}).values():
             pids += find_by_environ("LULL_ENGINE", engine_id)
@@ -316,6 +332,9 @@ async def agent_node(
     node = AgentNode(root, wanted, capacities or [16 * MIB])
     try:
         await node.start()
+        for engine in wanted:
+            if engine.attached:
+                node.start_owned(engine.name)
         await node.ready()
         yield node
     finally:
