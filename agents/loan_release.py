@@ -249,7 +249,11 @@ async def _park_engine(loan: Loan, engine: EngineKeeper) -> None:
         if loan.recalled or (left is not None and left <= 0):
             sentence = f"engine {engine.name} was not asked to park any more ({loan.recall_reason or 'RestoreBy'})"
             raise Refused(LoanEvent.PARK_REFUSED, loan.recall_reason or "RestoreBy", sentence)
-        engine.released()
+        try:
+            engine.released()
+        except OSError as error:
+            sentence = f"it cannot be written down that engine {engine.name} parks: {error}"
+            raise Refused(LoanEvent.PARK_REFUSED, "DiskReserve", sentence) from error
         loan.step(LoanStep.PARK_SENT, engine, data={"tags": tags, "device_bytes": engine.device_bytes})
         engine.set_state(EngineState.PARKING)
         try:
