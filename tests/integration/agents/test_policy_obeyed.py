@@ -27,7 +27,7 @@ async def lend(node: AgentNode, *argv: str) -> None:
 
 
 async def test_settle_samples_and_their_bound(tmp_path: Path) -> None:
-    policy = {"settle_samples": 20, "settle_seconds_max": 5}
+    policy = {"settle_samples": 20, "settle_seconds_max": 60}
     async with agent_node(tmp_path, EngineUnderTest(policy=policy)) as node:
         await lend(node)
         await node.until_closed()
