@@ -245,9 +245,9 @@ class AttemptRun:
         try:
             try:
                 await process.go()
+                self._report_running()
                 if self.loan.restore_by_boottime is not None:  # it may have moved while the runner waited
                     await process.set_restore_by(self.loan.restore_by_boottime)
-                self._report_running()
             except AttemptError as error:
                 log.warning("go was not taken; the runner's record decides", attempt=self.attempt_id, error=str(error))
             return await process.wait_ended()

@@ -160,7 +160,10 @@ class EngineKeeper(EngineHand):
 
     async def _stop_gently(self) -> None:
         await self.close_gate()
-        await self.gate.wait_drained(self.engine_id, self.policy.drain_seconds_max)
+        left = await self.gate.wait_drained(self.engine_id, self.policy.drain_seconds_max)
+        if left and self.policy.on_drain_deadline == "abort_loan" and self.verified_now():
+            await self.open_gate()  # as for a loan: its owner would rather wait than cut these requests
+            raise EngineLost(f"engine {self.name} is not restarted yet: {left} requests did not end in time")
         self.remember(verified=None)
         if self.process is not None:
             await self.process.stop(self.settings.stop_seconds_max)

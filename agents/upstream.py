@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import httpx
 import structlog
@@ -86,7 +86,7 @@ class Upstream:
                 await self._register()
                 failures = 0
                 await self._serve()
-            except (httpx.HTTPError, AgentError, ValidationError, OSError) as error:
+            except (httpx.HTTPError, AgentError, ValueError, OSError) as error:  # ValueError: an answer that is none
                 failures += 1
                 level = log.warning if failures in (1, 10) else log.debug
                 level("no scheduler", failures=failures, error=f"{type(error).__name__}: {error}")
@@ -188,9 +188,12 @@ def read_registered(content: bytes) -> Registered:
     try:
         return Registered.model_validate_json(content)
     except ValidationError:
-        raw: dict[str, Any] = json.loads(content)
+        decoded: Any = json.loads(content)
+        raw = cast("dict[str, Any]", decoded) if isinstance(decoded, dict) else {}
+        if not isinstance(raw.get("policies"), list):
+            raise
         kept: list[PolicyInForce] = []
-        for one in raw.get("policies", []):
+        for one in raw["policies"]:
             try:
                 kept.append(PolicyInForce.model_validate(one))
             except ValidationError as error:

@@ -8,6 +8,7 @@ the engine starts, so a policy is honoured by the flags of its command, never by
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import time
@@ -129,12 +130,15 @@ class TrtllmAdapter:
     ) -> httpx.Response:
         limits = httpx.Timeout(seconds_max, connect=min(_CONNECT_SECONDS, seconds_max))
         try:
-            async with loopback_client(limits) as client:
+            # httpx bounds each read, not the whole: an engine that trickles its answer would hold us for ever.
+            async with asyncio.timeout(seconds_max + _CONNECT_SECONDS), loopback_client(limits) as client:
                 return await client.request(method, self._base_url + path, content=body, headers=headers)
         except httpx.ConnectError as error:
             raise EngineUnreachable(f"{self._base_url}: {error}") from error
         except httpx.ConnectTimeout as error:
             raise EngineUnreachable(f"{self._base_url}: no connection within {_CONNECT_SECONDS} s") from error
+        except TimeoutError as error:
+            raise EngineTimedOut(f"{method} {path}: not answered whole within {seconds_max} s") from error
         except httpx.HTTPError as error:
             raise EngineTimedOut(f"{method} {path}: {type(error).__name__} {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -14,10 +15,12 @@ import pytest
 from lull.agents import attempt_run
 from lull.agents.engine_hand import CanaryFailed, EngineLost
 from lull.agents.engine_process import ENGINE_MARK
+from lull.agents.engines.trtllm import TrtllmAdapter
+from lull.agents.errors import EngineTimedOut
 from lull.agents.processes import find_by_environ
 from lull.agents.protocol.loans import LoanStep
 from lull.agents.protocol.policy import EnginePolicy
-from lull.agents.protocol.wire import AttemptEnd, EngineState, GateState, RecallLoan, RestartEngine
+from lull.agents.protocol.wire import AttemptEnd, EngineState, GateState, RecallLoan, RestartEngine, SetPolicy
 from lull.agents.upstream import read_order, read_registered
 from tests.agent_node import AgentNode, EngineUnderTest, agent_node
 
@@ -205,6 +208,62 @@ async def test_a_node_that_was_rebooted_starts_nothing_more_in_an_old_loan(tmp_p
         await node.until_closed()
         assert node.reports("loan_changed")[-1]["state"] == "closed"
         assert node.keeper().state is EngineState.RUNNING
+
+
+async def test_a_restart_for_other_flags_cuts_no_request(tmp_path: Path) -> None:
+    engine = EngineUnderTest(extra=["--token-delay", "0.4"], policy={"drain_seconds_max": 0.2, "canary": {"tokens": 1}})
+    async with agent_node(tmp_path, engine) as node:
+        keeper = node.keeper()
+        first = keeper.incarnation
+        slow = asyncio.create_task(node.ask())
+
+        async def in_flight() -> bool:
+            return (await keeper.gate.observe(keeper.engine_id)).in_flight == 1
+
+        await node.until(in_flight, "the request is in flight")
+        modes = {"model_weights": "PINNED", "kv_cache": "NONE"}
+        other = EnginePolicy.model_validate({**keeper.policy.model_dump(), "restore_modes": modes})
+        await node.order(SetPolicy(engine_id=keeper.engine_id, version=2, policy=other))
+        assert (await slow).status_code == 200
+        await node.until(lambda: keeper.incarnation not in (first, None), "the restart, once nothing is in flight")
+        await node.ready()
+        assert keeper.modes_in_effect() == modes
+
+
+async def test_an_engine_that_trickles_its_answer_holds_nobody(tmp_path: Path) -> None:
+    """Each byte comes in time, the whole never does: the bound is on the call, not on the silence between bytes."""
+    left = asyncio.Event()
+
+    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(0.05):
+                        if await reader.read(4096) == b"":
+                            break
+                except TimeoutError:
+                    writer.write(b" ")
+                    await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+            left.set()
+
+    async with await asyncio.start_server(trickle, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        key = tmp_path / "key"
+        key.write_text("secret")
+        with pytest.raises(EngineTimedOut, match="whole"):
+            await TrtllmAdapter(f"http://127.0.0.1:{port}", "m", key)._send("GET", "/health", b"", {}, 0.2)
+        await asyncio.wait_for(left.wait(), 10)
+
+
+@pytest.mark.parametrize("content", [b"<html>", b"[]", b'"x"', b'{"policies": 3}', b"{}", b""])
+def test_an_answer_that_is_none_is_a_value_error_and_no_fault_of_the_agent(content: bytes) -> None:
+    with pytest.raises(ValueError):
+        read_registered(content)
 
 
 def test_an_order_that_cannot_be_read_does_not_hold_up_those_behind_it() -> None:
