@@ -208,3 +208,15 @@ def test_the_documented_exit_codes_are_those_of_the_command_line() -> None:
     section, _, _ = rest.partition("<!-- end of exit codes -->")
     documented = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
     assert documented == {code.value for code in ExitCode}
+
+
+def test_only_listed_files_may_skip() -> None:
+    lines = (ROOT / "tests" / "skips.txt").read_text().splitlines()
+    listed = {line.split(":", 1)[0] for line in lines if line and not line.startswith("#")}
+    word = re.compile(r"\bpytest\.(mark\.)?(skip|skipif|xfail|importorskip)\b")
+    skipping = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("*.py")
+        if path.name != "test_tidy.py" and word.search(path.read_text())
+    }
+    assert skipping == listed

@@ -3,22 +3,21 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 
+from lull.vmm import torch_scope
 from lull.vmm.host_driver import HostDriver
 from lull.vmm.pool import Pool
 from lull.vmm.tags import RestoreMode
 from tests.memory import GRANULE_BYTES
 
-torch = pytest.importorskip("torch")
-torch_scope = pytest.importorskip("lull.vmm.torch_scope")
 
-
-def inside(pool: Pool, tensor: torch.Tensor) -> bool:  # type: ignore[name-defined]
+def inside(pool: Pool, tensor: torch.Tensor) -> bool:
     address = tensor.data_ptr()
     return any(a.address <= address and address + tensor.nbytes <= a.address + a.nbytes for a in pool.allocations())
 
 
-def tied_module() -> torch.nn.Module:  # type: ignore[name-defined]
+def tied_module() -> torch.nn.Module:
     generator = torch.Generator().manual_seed(1)
     module = torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.BatchNorm1d(48), torch.nn.Linear(48, 48))
     for parameter in module.parameters():
