@@ -9,10 +9,10 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check types format clean
+.PHONY: help demo test test-long check types format clean
 
 help:  ## Show the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
 demo: $(STAMP)  ## Run the main job on this machine, without a GPU
 	$(BIN)/lull demo
@@ -21,6 +21,10 @@ test: $(TEST_STAMP)  ## Run all checks and all tests
 	./.ci/system-packages gcc postgres
 	$(MAKE) --no-print-directory check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-long: $(TEST_STAMP)  ## Run the tests that take minutes
+	./.ci/system-packages gcc postgres
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m long
 
 check: $(TEST_STAMP)  ## Lint, types, import arrows
 	$(BIN)/ruff check .
