@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from .blocks import Allocation
     from .control import CONTROL_PATHS, control_app
-    from .driver import Access, Driver, Handle
+    from .driver import Access, CopyLane, Driver, Handle
     from .errors import (
         AdmissionClosed,
         AlreadyParked,
         ContentsLost,
+        DeviceFailed,
         DrainTimeout,
         DriverError,
         LayoutChanged,
@@ -46,6 +47,8 @@ _MODULE_OF: Final = {
     "AlreadyParked": "errors",
     "ContentsLost": "errors",
     "ControlAuthError": "signing",
+    "CopyLane": "driver",
+    "DeviceFailed": "errors",
     "DrainTimeout": "errors",
     "Driver": "driver",
     "DriverError": "errors",
@@ -84,6 +87,8 @@ __all__ = [
     "AlreadyParked",
     "ContentsLost",
     "ControlAuthError",
+    "CopyLane",
+    "DeviceFailed",
     "DrainTimeout",
     "Driver",
     "DriverError",

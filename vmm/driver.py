@@ -1,7 +1,8 @@
 """The seam to physical memory, in the words of the CUDA virtual memory management API.
 
 A call that raises has changed nothing, unless its docstring says otherwise. Calls are thread-safe. Sizes of reserve,
-create, map, set_access and unmap are multiples of the granularity; copy and set take any size.
+create, map, set_access and unmap are multiples of the granularity; copy and set take any size. DeviceFailed may come
+from every call: then the device is lost to this process, and only what the operating system frees at its end is freed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,24 @@ class Handle:
     nbytes: int
 
 
+class CopyLane(Protocol):
+    """An ordered queue of copies: a CUDA stream, or on the host the calling thread. One thread uses it at a time."""
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        """As Driver.copy, but it may return before it is copied. Both sides stay as they are until synchronize."""
+        ...
+
+    def set(self, address: int, value: int, nbytes: int) -> None: ...
+
+    def synchronize(self) -> None:
+        """Returns when everything of this lane has ended; raises what went wrong in it. Must not hold the GIL."""
+        ...
+
+    def close(self) -> None:
+        """Waits for what the lane still does. Again is no change; nothing else may follow."""
+        ...
+
+
 class Driver(Protocol):
     @property
     def device_uuid(self) -> str: ...
@@ -35,6 +54,11 @@ class Driver(Protocol):
 
     @property
     def capacity_bytes(self) -> int: ...
+
+    @property
+    def failed(self) -> str | None:
+        """Why the device is unusable for this process for good (every call is DeviceFailed then), else None."""
+        ...
 
     def granularity(self) -> int: ...
 
@@ -87,4 +111,17 @@ class Driver(Protocol):
 
     def synchronize(self) -> None:
         """Returns when everything that was started on the device has ended."""
+        ...
+
+    def open_lane(self) -> CopyLane:
+        """Copies of different lanes may overlap. The caller closes it."""
+        ...
+
+    def pin_host(self, address: int, nbytes: int) -> bool:
+        """Page-locks host memory, so that copies are quick and overlap. False where that is not allowed: nothing
+        changed, and copies work all the same."""
+        ...
+
+    def unpin_host(self, address: int, nbytes: int) -> None:
+        """Before the memory that pin_host locked is unmapped; the same range."""
         ...

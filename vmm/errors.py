@@ -4,6 +4,7 @@ LullMemoryError
 ├── OutOfDeviceMemory     no room on the device; nothing changed, ask again when there is room
 ├── OutOfHostMemory       no room in host memory for a backup or for host-device pages; nothing changed
 ├── DriverError           a driver call was refused or misused; that call changed nothing
+│   ├── DeviceFailed      a sticky error: the device is lost to this process, and what it held with it
 │   └── LedgerBusy        another process keeps the device's ledger locked
 ├── UnsupportedMode       this device cannot honour the restore mode
 ├── LayoutChanged         an allocation would change the layout of a tag that is parked
@@ -51,6 +52,10 @@ class DriverError(LullMemoryError):
         super().__init__(f"{verb}: {reason}")
         self.verb = verb
         self.reason = reason
+
+
+class DeviceFailed(DriverError):
+    """Only a new process can use the device again."""
 
 
 class LedgerBusy(DriverError):

@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from . import host_memory
 from .driver import Access, Handle
-from .errors import DriverError, LedgerBusy, LullMemoryError, OutOfHostMemory
+from .errors import DeviceFailed, DriverError, LedgerBusy, LullMemoryError, OutOfHostMemory
 from .host_device import Charge, HostDevice, process_key
 
 OWNER_ENVIRONMENT_NAME: Final = "LULL_ATTEMPT"
@@ -44,6 +44,9 @@ VERBS: Final = frozenset(
         "set",
         "synchronize",
         "free_bytes",
+        "open_lane",
+        "pin_host",
+        "unpin_host",
     }
 )
 
@@ -95,6 +98,7 @@ class HostDriver:
         self._undischarged: set[str] = set()
         self._calls: dict[str, int] = {}
         self._faults: dict[str, list[_Fault]] = {}
+        self._failed: str | None = None
         _drivers.add(self)
 
     @property
@@ -109,6 +113,10 @@ class HostDriver:
     def capacity_bytes(self) -> int:
         return self.device.capacity_bytes
 
+    @property
+    def failed(self) -> str | None:
+        return self._failed
+
     def granularity(self) -> int:
         return self._granularity_bytes
 
@@ -117,7 +125,8 @@ class HostDriver:
         return self.device.free_bytes()
 
     def inject(self, verb: str, error: Exception, *, nth_call: int = 1) -> None:
-        """For tests: the ``nth_call``-th call of ``verb`` from now raises ``error`` and changes nothing. Once."""
+        """For tests: the ``nth_call``-th call of ``verb`` from now raises ``error`` and changes nothing. Once,
+        but DeviceFailed stays: from then on every verb raises it."""
         if verb not in VERBS:
             raise ValueError(f"verb is {verb!r}; expected one of {', '.join(sorted(VERBS))}")
         if nth_call < 1:
@@ -257,6 +266,19 @@ class HostDriver:
     def synchronize(self) -> None:
         self._enter("synchronize")  # every verb has ended when it returns
 
+    def open_lane(self) -> HostLane:
+        self._enter("open_lane")
+        return HostLane(self)
+
+    def pin_host(self, address: int, nbytes: int) -> bool:
+        self._enter("pin_host")
+        return host_memory.lock_pages(address, nbytes)
+
+    def unpin_host(self, address: int, nbytes: int) -> None:
+        self._enter("unpin_host")
+        with _os_errors_as("unpin_host"):
+            host_memory.unlock_pages(address, nbytes)
+
     def _enter(self, verb: str, nbytes: int | None = None) -> None:
         """What every verb begins with: our process, a whole number of granules, no fault due."""
         if os.getpid() != self._process.pid:
@@ -265,8 +287,12 @@ class HostDriver:
             raise DriverError(verb, f"{nbytes} bytes are no multiple of {self._granularity_bytes}")
         with self._lock:
             number = self._calls[verb] = self._calls.get(verb, 0) + 1
+            if self._failed is not None:
+                raise DeviceFailed(verb, self._failed)
             for fault in self._faults.get(verb, ()):
                 if fault.nth_call == number:
+                    if isinstance(fault.error, DeviceFailed):
+                        self._failed = fault.error.reason
                     raise fault.error
 
     def _charge(self, handle: Handle) -> None:
@@ -332,6 +358,32 @@ class HostDriver:
         for physical in list(self._physical.values()):
             os.close(physical.fd)
         self._physical.clear()
+
+
+class HostLane:
+    """Copies at once, in the calling thread."""
+
+    def __init__(self, driver: HostDriver) -> None:
+        self._driver = driver
+        self._closed = False
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        self._require_open("copy")
+        self._driver.copy(destination, source, nbytes)
+
+    def set(self, address: int, value: int, nbytes: int) -> None:
+        self._require_open("set")
+        self._driver.set(address, value, nbytes)
+
+    def synchronize(self) -> None:
+        self._require_open("synchronize")
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _require_open(self, verb: str) -> None:
+        if self._closed:
+            raise DriverError(verb, "the lane is closed; open another")
 
 
 _SHARED_FIXED: Final = mmap.MAP_SHARED | host_memory.MAP_FIXED

@@ -40,6 +40,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def map_pages(address: int | None, nbytes: int, prot: int, flags: int, fd: int = -1) -> int:
@@ -67,6 +68,11 @@ def advise_pages(address: int, nbytes: int, advice: int) -> bool:
 def lock_pages(address: int, nbytes: int) -> bool:
     """False where the memlock limit does not allow it."""
     return bool(_libc.mlock(address, nbytes) == 0)
+
+
+def unlock_pages(address: int, nbytes: int) -> None:
+    if _libc.munlock(address, nbytes):
+        raise _os_error("munlock")
 
 
 def available_bytes() -> int:

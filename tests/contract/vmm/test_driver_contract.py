@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Callable
 
@@ -173,3 +174,43 @@ def test_release_twice_is_an_error(driver: Driver) -> None:
     driver.release(handle)
     with pytest.raises(LullMemoryError):
         driver.release(handle)
+
+
+def test_lanes_copy_in_their_order_and_are_done_when_synchronized(driver: Driver) -> None:
+    address, nbytes, _ = mapped(driver)
+    lanes = [driver.open_lane() for _ in range(2)]
+    half_bytes = nbytes // 2
+    contents = [os.urandom(half_bytes) for _ in lanes]
+    sources = [ctypes.create_string_buffer(content, half_bytes) for content in contents]
+    backs = [ctypes.create_string_buffer(half_bytes) for _ in lanes]
+    for number, lane in enumerate(lanes):
+        there = address + number * half_bytes
+        lane.set(there, 9, half_bytes)
+        lane.copy(there, ctypes.addressof(sources[number]), half_bytes - 5)
+        lane.copy(ctypes.addressof(backs[number]), there, half_bytes)
+    for number, lane in enumerate(lanes):
+        lane.synchronize()
+        assert backs[number].raw == contents[number][:-5] + b"\x09" * 5
+        lane.close()
+        lane.close()
+
+
+def test_a_closed_lane_takes_nothing(driver: Driver) -> None:
+    address, nbytes, _ = mapped(driver)
+    lane = driver.open_lane()
+    lane.close()
+    for use in (lambda: lane.copy(address, address, 1), lambda: lane.set(address, 0, nbytes), lane.synchronize):
+        with pytest.raises(DriverError):
+            use()
+
+
+def test_host_memory_is_pinned_and_unpinned(driver: Driver) -> None:
+    address, nbytes, _ = mapped(driver)
+    pages = mmap.mmap(-1, nbytes)
+    here = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    assert driver.pin_host(here, nbytes), "this small an amount is allowed everywhere"
+    driver.set(address, 3, nbytes)
+    driver.copy(here, address, nbytes)
+    driver.unpin_host(here, nbytes)
+    assert pages[:] == b"\x03" * nbytes
+    assert driver.failed is None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from lull.vmm import host_device, host_memory
 from lull.vmm.driver import Access
-from lull.vmm.errors import DriverError, OutOfDeviceMemory, OutOfHostMemory
+from lull.vmm.errors import DeviceFailed, DriverError, OutOfDeviceMemory, OutOfHostMemory
 from lull.vmm.host_device import HostDevice
 from lull.vmm.host_driver import HostDriver
 from tests.memory import GRANULE_BYTES, memfd_bytes, pattern
@@ -102,3 +103,18 @@ def test_large_copies_fault_their_pages_in_at_once(tmp_path: Path) -> None:
     for place, handle in zip((address, source), handles, strict=True):
         driver.unmap(place, 2 << 20)
         driver.release(handle)
+
+
+def test_a_failed_device_fails_every_call_from_then_on(driver: HostDriver) -> None:
+    handle = driver.create(GRANULE_BYTES)
+    driver.inject("copy", DeviceFailed("copy", "an illegal address"))
+    with pytest.raises(DeviceFailed):
+        driver.copy(0, 0, 1)
+    assert driver.failed == "an illegal address"
+    with pytest.raises(DeviceFailed, match="an illegal address"):
+        driver.release(handle)
+
+
+def test_memory_that_may_not_be_locked_is_not_pinned(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "lock_pages", lambda address, nbytes: False)
+    assert driver.pin_host(mmap.PAGESIZE, mmap.PAGESIZE) is False
