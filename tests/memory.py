@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from lull.vmm.blocks import Allocation
@@ -50,3 +52,20 @@ def mapped_memfds(pid: int, uuid: str) -> int:
     """How many ranges of the process map the device's memory."""
     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
     return sum(f"/memfd:lull:{uuid}:" in line for line in maps.splitlines())
+
+
+def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseException | None]]:
+    """Started. The list gets one entry when it ends: what it raised, or None."""
+    outcome: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            outcome.append(error)
+        else:
+            outcome.append(None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, outcome

@@ -7,7 +7,6 @@ part of the format: 401 ``{"detail"}``, bad JSON or schema ``{"error": text}``, 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import time
@@ -95,18 +94,14 @@ async def _handle(
         raise _Refused(401, {"detail": str(error)}) from error
     if path == STATUS_PATH:
         return _status(runtime)
-    operation = runtime.release if path == RELEASE_PATH else runtime.resume
-    return await _operate(operation, _tags(content), path)
+    tags = _tags(content)
+    # A client that gives up does not leave the engine between two states: the operation goes on without it.
+    return await _operate(runtime.release_async(tags) if path == RELEASE_PATH else runtime.resume_async(tags), path)
 
 
-async def _operate(operation: Callable[[list[str] | None], None], tags: list[str] | None, path: str) -> _Answer:
-    # A thread of its own, shielded: a client that gives up must not leave the engine between two states.
-    work = asyncio.ensure_future(asyncio.to_thread(operation, tags))
+async def _operate(operation: Awaitable[None], path: str) -> _Answer:
     try:
-        await asyncio.shield(work)
-    except asyncio.CancelledError:
-        work.add_done_callback(lambda done: _log_unheard(done, path))
-        raise
+        await operation
     except InvalidTag as error:
         return _failure(400, error)
     except TransitionRefused as error:
@@ -115,13 +110,6 @@ async def _operate(operation: Callable[[list[str] | None], None], tags: list[str
         _log.exception("%s failed", path)
         return _failure(500, error)
     return _Answer(200, {"status": "success"})
-
-
-def _log_unheard(work: asyncio.Future[None], path: str) -> None:
-    """The client has gone: the log is the only one to hear how it ended."""
-    error = None if work.cancelled() else work.exception()
-    if error is not None:
-        _log.error("%s failed after its client had gone", path, exc_info=error)
 
 
 def _status(runtime: Runtime) -> _Answer:

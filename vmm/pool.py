@@ -20,7 +20,7 @@ from typing import Final
 from . import host_memory
 from .backup import Copier, allocate_backup, promise
 from .blocks import Allocation, Block
-from .driver import Driver
+from .driver import Driver, Handle
 from .errors import (
     ContentsLost,
     LayoutChanged,
@@ -81,6 +81,11 @@ class Pool:
             _require_tag(tag)
             self._require_mode(tag, mode)
 
+    @property
+    def failed(self) -> str | None:
+        """Why nothing can be parked or woken any more: the device is lost, or a transition was not undone."""
+        return self.driver.failed or (None if self._broken is None else str(self._broken))
+
     # -- allocations
 
     def allocate(self, nbytes: int, tag: str, mode: RestoreMode | None = None) -> Allocation:
@@ -124,6 +129,34 @@ class Pool:
             finally:
                 with self._condition:
                     self._freeing.remove(allocation)
+
+    def adopt(self, allocation: Allocation, handle: Handle) -> None:
+        """Takes over memory that another allocator has made: mapped read-write at its address by this pool's driver.
+
+        From now on it parks and wakes as ours does, under a new handle after each wake.
+        """
+        _require_tag(allocation.tag)
+        self._require_mode(allocation.tag, allocation.mode)
+        if handle.nbytes != allocation.reserved_bytes:
+            raise ValueError(f"the handle has {handle.nbytes} bytes and {allocation} says {allocation.reserved_bytes}")
+        block = Block(allocation, handle, mapped=True, contents_here=True)
+        with self._changing_layout(allocation.tag), self._condition:
+            if any(other.address == allocation.address for other in self._blocks):
+                raise ValueError(f"{allocation.address:#x} is in this pool already; forget it first")
+            self._blocks[allocation] = block
+
+    def forget(self, allocation: Allocation) -> Handle | None:
+        """Gives an adopted allocation back to its allocator: its addresses, and the handle that is mapped there now.
+
+        None while it is parked: then nothing is mapped, and its backup is dropped.
+        """
+        with self._changing_layout(None), self._condition:
+            block = self._blocks.get(allocation)
+            if block is None or allocation in self._freeing:
+                raise ValueError(f"{allocation} is not in this pool; it was freed already or belongs elsewhere")
+            del self._blocks[allocation]
+        block.free_backup()
+        return block.handle
 
     def close(self) -> None:
         """Frees everything."""

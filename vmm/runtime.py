@@ -2,14 +2,15 @@
 
 The states and their edges are `lifecycle`'s; the order is TensorRT-LLM's: close admission, drain, hooks, backups,
 release. What fails before a change, or is undone whole, goes back to where it was; anything else ends in FAILED.
+Park and wake have two phases, so that several processes can act as one engine: what is prepared in all of them is then
+committed in all or aborted in all.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -18,17 +19,23 @@ from .errors import (
     AdmissionClosed,
     AlreadyParked,
     ContentsLost,
+    DeviceFailed,
     DrainTimeout,
+    LayoutChanged,
     RuntimeFailed,
     TransitionInProgress,
 )
 from .lifecycle import MemoryEvent, MemoryState, advance
-from .pool import Pool
+from .pool_group import PoolGroup
+from .pool_like import PoolLike
+from .shielded import in_thread
 from .tags import TRTLLM_TAGS, normalize_tags
 
 Hook = Callable[[tuple[str, ...]], None]
 
 DRAIN_SECONDS_DEFAULT: Final = 300.0
+# What an engine cannot go on with: memory that is lost, or is not where it was.
+_FATAL: Final = (ContentsLost, DeviceFailed, LayoutChanged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +46,62 @@ class MemoryStatus:
     parked_tags: tuple[str, ...]
 
 
-class Runtime:
-    """Thread-safe. `release` and `resume` block until they are done; every other call returns at once."""
+@dataclass(frozen=True, slots=True)
+class _Hooked:
+    hook: Hook
+    tags: frozenset[str] | None  # None: of every tag
 
-    def __init__(self, pools: Pool | Sequence[Pool], *, drain_seconds_max: float | None = None) -> None:
+    def call(self, tags: tuple[str, ...]) -> None:
+        wanted = tags if self.tags is None else tuple(tag for tag in tags if tag in self.tags)
+        if wanted:
+            self.hook(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What commit or abort will be about."""
+
+    state: MemoryState
+    tags: tuple[str, ...]
+
+
+class Runtime:
+    """Thread-safe. Park and wake block until they are done, or are awaited; every other call returns at once."""
+
+    def __init__(self, pools: PoolLike | Sequence[PoolLike], *, drain_seconds_max: float | None = None) -> None:
         """``drain_seconds_max`` bounds the wait for steps in flight; 300 s unless given."""
-        self.pools: tuple[Pool, ...] = (pools,) if isinstance(pools, Pool) else tuple(pools)
+        self.pools: tuple[PoolLike, ...] = tuple(pools) if isinstance(pools, Sequence) else (pools,)
         if not self.pools:
             raise ValueError("pools is empty; a runtime needs at least one pool")
+        self._group = PoolGroup(self.pools)
         self._drain_seconds_max = DRAIN_SECONDS_DEFAULT if drain_seconds_max is None else drain_seconds_max
-        self._condition = threading.Condition()  # guards the four below; never held over a copy or a hook
+        self._condition = threading.Condition()  # guards the five below; never held over a copy or a hook
         self._state = MemoryState.RUNNING
         self._parked_tags: frozenset[str] = frozenset()
         self._in_flight = 0
+        self._prepared: _Prepared | None = None
         self._failure: str | None = None
-        self._release_hooks: list[Hook] = []
-        self._resume_hooks: list[Hook] = []
+        self._release_hooks: list[_Hooked] = []
+        self._resume_hooks: list[_Hooked] = []
 
-    def on_release(self, hook: Hook) -> Hook:
+    def on_release(self, hook: Hook, *, tags: Collection[str] | None = None) -> Hook:
         """Called with the tags after the drain, before anything changes: drop what is pending against them.
 
-        The park may still be undone after it, so the engine must be able to go on. If it raises, nothing is released.
+        With ``tags``, only when some of these are released, and with those. The park may still be undone after it, so
+        the engine must be able to go on. If it raises, nothing is released.
         """
-        self._release_hooks.append(hook)
+        self._release_hooks.append(_Hooked(hook, None if tags is None else frozenset(tags)))
         return hook
 
-    def on_resume(self, hook: Hook) -> Hook:
+    def on_resume(self, hook: Hook, *, tags: Collection[str] | None = None) -> Hook:
         """Called with the tags when their memory is back, before admission opens. If it raises, they stay parked."""
-        self._resume_hooks.append(hook)
+        self._resume_hooks.append(_Hooked(hook, None if tags is None else frozenset(tags)))
         return hook
 
     @contextmanager
     def step(self) -> Generator[None]:
         """Work on the memory belongs in here: refused with AdmissionClosed unless running, awaited by the drain."""
+        self._learn_failed_device()
         with self._condition:
             if self._state is not MemoryState.RUNNING:
                 raise AdmissionClosed(self._state)
@@ -89,6 +119,7 @@ class Runtime:
             return self._in_flight
 
     def status(self) -> MemoryStatus:
+        self._learn_failed_device()
         with self._condition:
             return MemoryStatus(self._state, tuple(sorted(self._parked_tags)))
 
@@ -103,45 +134,144 @@ class Runtime:
         used = (tag for pool in self.pools for tag in (*pool.bytes_by_tag(), *pool.parked_tags()))
         return tuple(dict.fromkeys((*TRTLLM_TAGS, *used)))
 
+    # -- park
+
     def release(self, tags: Sequence[str] | None = None) -> None:
         """Parks the tags, all unless given. Parked ones again is no change; more than those is AlreadyParked."""
+        if self.prepare_release(tags):
+            self.commit_release()
+
+    async def release_async(self, tags: Sequence[str] | None = None) -> None:
+        """`release` in a thread of its own. Cancelling the wait does not cancel the park."""
+        await in_thread("park", lambda: self.release(tags))
+
+    def prepare_release(self, tags: Sequence[str] | None = None) -> bool:
+        """Closes admission, drains, runs the hooks and makes every backup. False: there is nothing to do.
+
+        If it raises, memory is as it was. After True, commit_release or abort_release must follow.
+        """
         chosen = normalize_tags(tags, self.known_tags())
         if not self._begin_park(chosen):
-            return
+            return False
         try:
             self._drain()
-            for hook in self._release_hooks:
-                hook(chosen)
-            self._release_pools(chosen)
-        except ContentsLost as error:
-            self._fail(error)
+            for hooked in self._release_hooks:
+                hooked.call(chosen)
+            self._group.prepare_release(chosen)
+        except BaseException as error:
+            self._end_undone(MemoryEvent.ABORT_PARK, error)
             raise
-        except BaseException:
-            self._move(MemoryEvent.ABORT_PARK)
+        self._hold_prepared(_Prepared(MemoryState.PARKING, chosen), self._group.abort_release)
+        return True
+
+    def commit_release(self) -> None:
+        """Gives the memory back on every device, or on none."""
+        tags = self._take_prepared(MemoryState.PARKING, "release")
+        try:
+            self._group.commit_release(tags)
+        except BaseException as error:
+            self._end_undone(MemoryEvent.ABORT_PARK, error)
             raise
-        self._move(MemoryEvent.COMPLETE_PARK, parked=frozenset(chosen))
+        self._complete(MemoryEvent.COMPLETE_PARK, frozenset(tags))
+
+    def abort_release(self) -> None:
+        """Running again. No change unless a release is prepared."""
+        if self._drop_prepared(MemoryState.PARKING):
+            self._undo(MemoryEvent.ABORT_PARK, self._group.abort_release)
+
+    # -- wake
 
     def resume(self, tags: Sequence[str] | None = None) -> None:
         """Wakes the tags, all parked ones unless given. Those that are not parked are no change."""
-        wanted = None if tags is None else normalize_tags(tags, self.known_tags())
-        waking = self._begin_wake(wanted)
+        if self.prepare_resume(tags):
+            self.commit_resume()
+
+    async def resume_async(self, tags: Sequence[str] | None = None) -> None:
+        """`resume` in a thread of its own. Cancelling the wait does not cancel the wake."""
+        await in_thread("wake", lambda: self.resume(tags))
+
+    def prepare_resume(self, tags: Sequence[str] | None = None) -> bool:
+        """Brings memory and contents back and runs the hooks; admission stays closed. False: there is nothing to do.
+
+        If it raises, everything is still parked. After True, commit_resume or abort_resume must follow.
+        """
+        waking = self._begin_wake(None if tags is None else normalize_tags(tags, self.known_tags()))
         if not waking:
-            return
+            return False
         try:
-            self._resume_pools(waking)
-        except ContentsLost as error:
-            self._fail(error)
+            self._group.prepare_resume(waking)
+            self._call_resume_hooks(waking)
+        except BaseException as error:
+            self._end_undone(MemoryEvent.ABORT_WAKE, error)
             raise
-        except BaseException:
-            self._move(MemoryEvent.ABORT_WAKE)
+        self._hold_prepared(_Prepared(MemoryState.WAKING, waking), self._group.abort_resume)
+        return True
+
+    def commit_resume(self) -> None:
+        """Opens admission once nothing is parked any more."""
+        tags = self._take_prepared(MemoryState.WAKING, "resume")
+        try:
+            self._group.commit_resume()
+        except BaseException as error:
+            self.fail(f"a wake was half committed: {error}")
             raise
         with self._condition:
-            left = self._parked_tags.difference(waking)
-            event = MemoryEvent.COMPLETE_WAKE_PARTLY if left else MemoryEvent.COMPLETE_WAKE
-            self._state = advance(self._state, event)
-            self._parked_tags = left
+            left = self._parked_tags.difference(tags)
+        self._complete(MemoryEvent.COMPLETE_WAKE_PARTLY if left else MemoryEvent.COMPLETE_WAKE, left)
+
+    def abort_resume(self) -> None:
+        """Parked again, as before prepare_resume. No change unless a resume is prepared."""
+        if self._drop_prepared(MemoryState.WAKING):
+            self._undo(MemoryEvent.ABORT_WAKE, self._group.abort_resume)
+
+    def _call_resume_hooks(self, tags: tuple[str, ...]) -> None:
+        try:
+            for hooked in self._resume_hooks:
+                hooked.call(tags)
+        except BaseException as error:
+            self._group.abort_resume(error)
+            raise
+
+    # -- failure
+
+    def fail(self, reason: str) -> None:
+        """Failed for good, from any state: a peer of this engine is lost, or its memory cannot be trusted.
+
+        Returns at once. A park or wake under way ends with RuntimeFailed; the first reason is the one that stays.
+        """
+        with self._condition:
+            if self._state is not MemoryState.FAILED:
+                self._failure = reason
+            self._state = advance(self._state, MemoryEvent.FAIL)
+            self._condition.notify_all()
+
+    def _learn_failed_device(self) -> None:
+        for pool in self.pools:
+            if (reason := pool.failed) is not None:
+                self.fail(reason)
+
+    def _end_undone(self, event: MemoryEvent, error: BaseException) -> None:
+        """``error`` ended a transition: everything is as before it, or it says what is lost."""
+        if isinstance(error, _FATAL):
+            self.fail(str(error))
+        with self._condition:
+            if self._state is not MemoryState.FAILED:
+                self._state = advance(self._state, event)
+
+    def _undo(self, event: MemoryEvent, undo: Callable[[], None]) -> None:
+        try:
+            undo()
+        except BaseException as error:
+            self.fail(str(error))
+            raise
+        with self._condition:
+            if self._state is not MemoryState.FAILED:  # in which an abort is no edge
+                self._state = advance(self._state, event)
+
+    # -- the machine
 
     def _begin_park(self, tags: tuple[str, ...]) -> bool:
+        self._learn_failed_device()
         with self._condition:
             if self._state is MemoryState.PARKED:
                 if self._parked_tags.issuperset(tags):
@@ -153,6 +283,7 @@ class Runtime:
             return True
 
     def _begin_wake(self, tags: tuple[str, ...] | None) -> tuple[str, ...]:
+        self._learn_failed_device()
         with self._condition:
             if self._state is MemoryState.RUNNING:
                 return ()
@@ -173,80 +304,42 @@ class Runtime:
         deadline = time.monotonic() + self._drain_seconds_max
         with self._condition:
             while self._in_flight:
+                if self._state is MemoryState.FAILED:
+                    raise self._refusal("release")
                 left_seconds = deadline - time.monotonic()
                 if left_seconds <= 0:
                     raise DrainTimeout(self._in_flight, self._drain_seconds_max)
                 self._condition.wait(left_seconds)
 
-    def _release_pools(self, tags: tuple[str, ...]) -> None:
-        """All backups of all devices first; only then is the first byte given back."""
-        self._all_or_none(lambda pool: pool.prepare_release(tags), Pool.abort_release)
-        committed: list[Pool] = []
-        for position, pool in enumerate(self.pools):
-            try:
-                pool.commit_release()
-            except BaseException as error:
-                for later in self.pools[position + 1 :]:
-                    later.abort_release()
-                self._take_back(committed, tags, error)
-                raise
-            committed.append(pool)
-
-    def _take_back(self, pools: Sequence[Pool], tags: tuple[str, ...], error: BaseException) -> None:
-        for pool in pools:
-            try:
-                pool.resume(tags)
-            except Exception as second:
-                error.add_note("and a device that had parked could not be woken again")
-                held = pool.bytes_by_tag().keys() & set(tags)
-                lost = second.lost if isinstance(second, ContentsLost) else ()
-                raise ContentsLost("the park", lost=lost, parked=held.difference(lost), live=()) from second
-
-    def _resume_pools(self, tags: tuple[str, ...]) -> None:
-        self._all_or_none(lambda pool: pool.prepare_resume(tags), Pool.abort_resume)
-        try:
-            for hook in self._resume_hooks:
-                hook(tags)
-        except BaseException as error:
-            self._undo_each(self.pools, Pool.abort_resume, error)
-            raise
-        for pool in self.pools:
-            pool.commit_resume()
-
-    def _all_or_none(self, prepare: Callable[[Pool], None], undo: Callable[[Pool], None]) -> None:
-        """Prepares all devices at once. If one fails, the others are undone and its error is raised."""
-        if len(self.pools) == 1:
-            prepare(self.pools[0])
-            return
-        with ThreadPoolExecutor(len(self.pools), thread_name_prefix="lull-device") as executor:
-            futures = [executor.submit(prepare, pool) for pool in self.pools]
-        failures = [error for future in futures if (error := future.exception()) is not None]
-        if not failures:
-            return
-        first = next((error for error in failures if isinstance(error, ContentsLost)), failures[0])
-        prepared = [pool for pool, future in zip(self.pools, futures, strict=True) if future.exception() is None]
-        self._undo_each(prepared, undo, first)
-        raise first
-
-    @staticmethod
-    def _undo_each(pools: Sequence[Pool], undo: Callable[[Pool], None], error: BaseException) -> None:
-        """Undoes every pool, also behind one that fails; then raises what could not be undone."""
-        failures: list[ContentsLost] = []
-        for pool in pools:
-            try:
-                undo(pool)
-            except ContentsLost as second:
-                failures.append(second)
-        if failures:
-            raise failures[0] from error
-
-    def _move(self, event: MemoryEvent, *, parked: frozenset[str] | None = None) -> None:
+    def _hold_prepared(self, prepared: _Prepared, undo: Callable[[], None]) -> None:
         with self._condition:
+            if self._state is not MemoryState.FAILED:
+                self._prepared = prepared
+                return
+            refusal = self._refusal("change")  # somebody called fail meanwhile
+        undo()
+        raise refusal
+
+    def _take_prepared(self, state: MemoryState, verb: str) -> tuple[str, ...]:
+        with self._condition:
+            if self._state is MemoryState.FAILED:
+                raise self._refusal(verb)
+            if self._prepared is None or self._prepared.state is not state:
+                raise TransitionInProgress(f"Cannot commit a {verb} while state is {self._state}; prepare it first")
+            tags, self._prepared = self._prepared.tags, None
+            return tags
+
+    def _drop_prepared(self, state: MemoryState) -> bool:
+        """True: there is something to undo, and it is this caller's to do."""
+        with self._condition:
+            if self._prepared is None or self._prepared.state is not state:
+                return False
+            self._prepared = None
+            return True
+
+    def _complete(self, event: MemoryEvent, parked: frozenset[str]) -> None:
+        with self._condition:
+            self._parked_tags = parked
+            if self._state is MemoryState.FAILED:
+                raise self._refusal("change")
             self._state = advance(self._state, event)
-            if parked is not None:
-                self._parked_tags = parked
-
-    def _fail(self, error: BaseException) -> None:
-        with self._condition:
-            self._state = advance(self._state, MemoryEvent.FAIL)
-            self._failure = str(error)

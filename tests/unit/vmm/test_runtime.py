@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from lull.vmm.lifecycle import MemoryState
 from lull.vmm.pool import Pool
 from lull.vmm.runtime import MemoryStatus, Runtime
 from lull.vmm.tags import TRTLLM_TAGS, InvalidTag, RestoreMode
-from tests.memory import GRANULE_BYTES, read, small_driver, write
+from tests.memory import GRANULE_BYTES, in_thread, read, small_driver, write
 from tests.waiting import wait_until
 
 RUNNING = MemoryStatus(MemoryState.RUNNING, ())
@@ -37,22 +36,6 @@ def runtime(pool: Pool) -> Runtime:
 
 def parked(*tags: str) -> MemoryStatus:
     return MemoryStatus(MemoryState.PARKED, tags)
-
-
-def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseException | None]]:
-    outcome: list[BaseException | None] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            outcome.append(error)
-        else:
-            outcome.append(None)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, outcome
 
 
 def test_release_and_resume_of_everything(runtime: Runtime, driver: HostDriver) -> None:
