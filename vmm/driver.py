@@ -97,8 +97,12 @@ class Driver(Protocol):
         """
         ...
 
-    def import_handle(self, fd: int) -> Handle:
-        """The handle behind an exported descriptor, which stays the caller's."""
+    def import_handle(self, fd: int, exported: Handle | None = None) -> Handle:
+        """The handle behind an exported descriptor, which stays the caller's.
+
+        ``exported`` is the exporter's handle, sent along with the descriptor. A CUDA descriptor tells neither key nor
+        size, so it is needed there; where the descriptor tells them, they must agree.
+        """
         ...
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:

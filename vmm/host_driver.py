@@ -233,12 +233,14 @@ class HostDriver:
         with self._lock:
             return fcntl.fcntl(self._require_held("export_handle", handle).fd, fcntl.F_DUPFD_CLOEXEC, 0)
 
-    def import_handle(self, fd: int) -> Handle:
+    def import_handle(self, fd: int, exported: Handle | None = None) -> Handle:
         self._enter("import_handle")
         match = _MEMFD_PATTERN.fullmatch(os.readlink(f"/proc/self/fd/{fd}"))
         if match is None or match[1] != self.device.uuid:
             raise DriverError("import_handle", f"descriptor {fd} is not memory of device {self.device.uuid}")
         handle = Handle(match[2], os.fstat(fd).st_size)
+        if exported not in (None, handle):
+            raise DriverError("import_handle", f"descriptor {fd} is {handle}, not {exported}")
         own_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
         try:
             self._charge(handle)

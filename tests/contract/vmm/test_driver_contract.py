@@ -101,7 +101,7 @@ def test_an_exported_descriptor_keeps_its_memory(driver: Driver) -> None:
     try:
         assert os.get_inheritable(fd) is False
         driver.release(handle)
-        imported = driver.import_handle(fd)
+        imported = driver.import_handle(fd, handle)
     finally:
         os.close(fd)
     assert imported == handle
@@ -141,7 +141,7 @@ def misuse(driver: Driver, verb: str) -> None:
 def import_own(driver: Driver, handle: Handle) -> None:
     fd = driver.export_handle(handle)
     try:
-        driver.import_handle(fd)
+        driver.import_handle(fd, handle)
     finally:
         os.close(fd)
 

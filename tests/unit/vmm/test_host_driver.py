@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lull.vmm import host_device, host_memory
-from lull.vmm.driver import Access
+from lull.vmm.driver import Access, Handle
 from lull.vmm.errors import DeviceFailed, DriverError, OutOfDeviceMemory, OutOfHostMemory
 from lull.vmm.host_device import HostDevice
 from lull.vmm.host_driver import HostDriver
@@ -118,3 +118,11 @@ def test_a_failed_device_fails_every_call_from_then_on(driver: HostDriver) -> No
 def test_memory_that_may_not_be_locked_is_not_pinned(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "lock_pages", lambda address, nbytes: False)
     assert driver.pin_host(mmap.PAGESIZE, mmap.PAGESIZE) is False
+
+
+def test_an_import_that_is_not_what_was_said_is_refused(driver: HostDriver) -> None:
+    handle = driver.create(GRANULE_BYTES)
+    fd = driver.export_handle(handle)
+    with pytest.raises(DriverError, match="not Handle"):
+        driver.import_handle(fd, Handle(handle.key, 2 * GRANULE_BYTES))
+    os.close(fd)
