@@ -12,9 +12,10 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from importlib import import_module
 from typing import Final
 
 from . import host_memory
@@ -30,6 +31,7 @@ from .errors import (
     TransitionInProgress,
     UnsupportedMode,
 )
+from .pool_like import PoolGuest
 from .tags import KEEPS_CONTENTS, TAG_PATTERN, InvalidTag, RestoreMode
 
 _ALLOCATING_SECONDS_MAX: Final = 60.0
@@ -66,6 +68,7 @@ class Pool:
         self.driver = driver
         self.keep_memory_on_release = False
         """For tests of whoever drives an engine: say released, and keep the device memory."""
+        self.guest: PoolGuest | None = None
         self._restore_modes = dict(restore_modes or {})
         self._immutable_tags = frozenset(immutable_tags)
         self._host_bytes_available = host_bytes_available
@@ -97,7 +100,7 @@ class Pool:
         self._require_mode(tag, chosen)
         granularity_bytes = self.driver.granularity()
         reserved_bytes = -(-nbytes // granularity_bytes) * granularity_bytes
-        with self._changing_layout(tag):
+        with self.changing_layout(tag):
             address = self.driver.reserve(reserved_bytes)
             block = Block(Allocation(address, nbytes, reserved_bytes, tag, chosen))
             try:
@@ -113,11 +116,9 @@ class Pool:
 
     def free(self, allocation: Allocation) -> None:
         """Frees a live or parked allocation, with its backup and its addresses. If it raises, it can be asked again."""
-        with self._changing_layout(None):
+        with self.changing_layout(None):
             with self._condition:
-                block = self._blocks.get(allocation)
-                if block is None or allocation in self._freeing:
-                    raise ValueError(f"{allocation} is not in this pool; it was freed already or belongs elsewhere")
+                block = self._require_block(allocation)
                 self._freeing.add(allocation)
                 block.leaving = True
             try:
@@ -140,7 +141,7 @@ class Pool:
         if handle.nbytes != allocation.reserved_bytes:
             raise ValueError(f"the handle has {handle.nbytes} bytes and {allocation} says {allocation.reserved_bytes}")
         block = Block(allocation, handle, mapped=True, contents_here=True)
-        with self._changing_layout(allocation.tag), self._condition:
+        with self.changing_layout(allocation.tag), self._condition:
             if any(other.address == allocation.address for other in self._blocks):
                 raise ValueError(f"{allocation.address:#x} is in this pool already; forget it first")
             self._blocks[allocation] = block
@@ -150,13 +151,16 @@ class Pool:
 
         None while it is parked: then nothing is mapped, and its backup is dropped.
         """
-        with self._changing_layout(None), self._condition:
-            block = self._blocks.get(allocation)
-            if block is None or allocation in self._freeing:
-                raise ValueError(f"{allocation} is not in this pool; it was freed already or belongs elsewhere")
+        with self.changing_layout(None), self._condition:
+            block = self._require_block(allocation)
             del self._blocks[allocation]
         block.free_backup()
         return block.handle
+
+    def torch_scope(self, tag: str, mode: RestoreMode | None = None) -> AbstractContextManager[None]:
+        """Puts the storage of every tensor that this thread makes inside into the pool: see `torch_scope`."""
+        scope: AbstractContextManager[None] = import_module(".torch_scope", __package__).torch_scope(self, tag, mode)
+        return scope
 
     def close(self) -> None:
         """Frees everything."""
@@ -191,7 +195,7 @@ class Pool:
 
     def warm_backups(self) -> None:
         """Makes the backups of all PINNED allocations now, so that the first park need not."""
-        with self._changing_layout(None):
+        with self.changing_layout(None):
             with self._condition:
                 blocks = list(self._blocks.values())
             missing = [b for b in blocks if b.allocation.mode is RestoreMode.PINNED and b.backup is None]
@@ -201,12 +205,22 @@ class Pool:
     def unseal(self, tags: Iterable[str]) -> None:
         """Makes immutable tags writable, for new weights; the next park copies them again."""
         wanted = frozenset(tags)
-        with self._changing_layout(None):
+        with self.changing_layout(None):
             with self._condition:
                 sealed = [b for b in self._blocks.values() if b.sealed and b.allocation.tag in wanted]
             for block in sealed:
                 block.attach(self.driver)
                 block.settle_backup()
+
+    def is_sealed(self, allocation: Allocation) -> bool:
+        """Mapped read-only since its last wake: a write would be fatal."""
+        with self._condition:
+            return self._require_block(allocation).sealed
+
+    def handle_of(self, allocation: Allocation) -> Handle | None:
+        """What is mapped there now; None while it is parked."""
+        with self._condition:
+            return self._require_block(allocation).handle
 
     def backup_views(self, tag: str) -> tuple[memoryview, ...]:
         """For tests of whoever checks an engine after its wake: its backups, writable, while the tag is parked."""
@@ -254,7 +268,7 @@ class Pool:
                 raise
         with self._condition:
             self._parked_tags.update(transition.tags)
-            self._transition = None
+        self._end(transition)
 
     def _undo_commit_release(self, transition: _Transition, error: BaseException) -> None:
         """Takes the memory again that was given back; from the backups, which are all good."""
@@ -303,7 +317,7 @@ class Pool:
             block.settle_backup()
         with self._condition:
             self._parked_tags.difference_update(transition.tags)
-            self._transition = None
+        self._end(transition)
 
     def _restore(self, blocks: Sequence[Block]) -> None:
         """All handles first: running out of memory is the likeliest failure and is cheapest to undo there."""
@@ -334,6 +348,16 @@ class Pool:
     # -- bookkeeping
 
     def _begin(self, phase: _Phase, tags: Iterable[str], *, parked: bool) -> _Transition:
+        if self.guest is not None:
+            self.guest.before_transition()
+        try:
+            return self._begin_here(phase, tags, parked=parked)
+        except BaseException:
+            if self.guest is not None:
+                self.guest.after_transition()
+            raise
+
+    def _begin_here(self, phase: _Phase, tags: Iterable[str], *, parked: bool) -> _Transition:
         with self._condition:
             wanted = tuple(tag for tag in dict.fromkeys(tags) if (tag in self._parked_tags) is parked)
             if self._broken is not None:
@@ -349,9 +373,17 @@ class Pool:
         return transition
 
     def _end(self, transition: _Transition) -> None:
+        if self.guest is not None:
+            self.guest.after_transition()
         with self._condition:
             assert self._transition is transition, "one transition at a time"
             self._transition = None
+
+    def _require_block(self, allocation: Allocation) -> Block:
+        block = self._blocks.get(allocation)
+        if block is None or allocation in self._freeing:
+            raise ValueError(f"{allocation} is not in this pool; it was freed already or belongs elsewhere")
+        return block
 
     def _require_phase(self, phase: _Phase) -> _Transition:
         with self._condition:
@@ -360,7 +392,8 @@ class Pool:
             return self._transition
 
     @contextmanager
-    def _changing_layout(self, tag: str | None) -> Generator[None]:
+    def changing_layout(self, tag: str | None) -> Generator[None]:
+        """While memory of the tag is made or freed: a transition waits for the block, and refuses new ones."""
         with self._condition:
             if self._transition is not None:
                 raise TransitionInProgress(f"a {self._transition.phase.value} is under way in this pool; wait for it")

@@ -43,3 +43,15 @@ class PoolLike(Protocol):
         ...
 
     def resume(self, tags: Iterable[str]) -> None: ...
+
+
+class PoolGuest(Protocol):
+    """An allocator whose memory a pool parks and wakes. Both calls are balanced, and may nest when two are refused."""
+
+    def before_transition(self) -> None:
+        """Nothing has changed yet: what has to be adopted, forgotten or freed in the pool is so now."""
+        ...
+
+    def after_transition(self) -> None:
+        """Memory is as it stays until the next one. The pool still refuses changes of its layout. Must not raise."""
+        ...
