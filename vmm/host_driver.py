@@ -25,6 +25,7 @@ from . import host_memory
 from .driver import Access, Handle
 from .errors import DeviceFailed, DriverError, LedgerBusy, LullMemoryError, OutOfHostMemory
 from .host_device import Charge, HostDevice, process_key
+from .host_pages import commit_pages
 
 OWNER_ENVIRONMENT_NAME: Final = "LULL_ATTEMPT"
 OWNER_BYTES_ENVIRONMENT_NAME: Final = "LULL_HBM_BYTES"
@@ -80,8 +81,14 @@ class HostDriver:
         owner: str | None = None,
         owner_bytes_max: int | None = None,
         granularity_bytes: int = GRANULARITY_BYTES,
+        huge_pages: bool = True,
+        page_threads: int | None = None,
     ) -> None:
-        """``owner`` and its limit default to LULL_ATTEMPT and LULL_HBM_BYTES, which a job finds in its environment."""
+        """``owner`` and its limit default to LULL_ATTEMPT and LULL_HBM_BYTES, which a job finds in its environment.
+
+        Large handles get huge pages where the kernel gives them, made by ``page_threads`` threads (2, or the number of
+        processors where that is less).
+        """
         if granularity_bytes <= 0 or granularity_bytes % mmap.PAGESIZE:
             raise ValueError(f"granularity_bytes is {granularity_bytes}; it must be a multiple of the page size")
         identity = process_key(os.getpid())
@@ -90,6 +97,8 @@ class HostDriver:
         self._owner = owner if owner is not None else os.environ.get(OWNER_ENVIRONMENT_NAME)
         self._owner_bytes_max = owner_bytes_max if owner_bytes_max is not None else _owner_bytes_from_environment()
         self._granularity_bytes = granularity_bytes
+        self._huge_pages = huge_pages
+        self._page_threads = page_threads or min(2, os.cpu_count() or 1)
         self._process = identity
         self._lock = threading.Lock()  # guards the tables below; never held over a copy or a page fault
         self._reserved: dict[int, int] = {}
@@ -196,9 +205,10 @@ class HostDriver:
             if handle.nbytes != nbytes:
                 raise DriverError("map", f"the handle has {handle.nbytes} bytes, the range {nbytes}")
             with _os_errors_as("map"):
-                host_memory.map_pages(address, nbytes, host_memory.PROT_NONE, _SHARED_FIXED, physical.fd)
+                host_memory.map_pages(address, nbytes, host_memory.PROT_NONE, host_memory.SHARED_FIXED, physical.fd)
                 host_memory.advise_pages(address, nbytes, host_memory.MADV_DONTFORK)
-                host_memory.advise_pages(address, nbytes, host_memory.MADV_HUGEPAGE)
+                if self._huge_pages:
+                    host_memory.advise_pages(address, nbytes, host_memory.MADV_HUGEPAGE)
             physical.mappings += 1
             self._mapped[address] = physical
 
@@ -324,7 +334,7 @@ class HostDriver:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, handle.nbytes)
-            os.posix_fallocate(fd, 0, handle.nbytes)
+            commit_pages(fd, handle.nbytes, huge=self._huge_pages, threads=self._page_threads)
             # A peer with the descriptor must not be able to cut pages away under us.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except OSError as error:
@@ -388,7 +398,6 @@ class HostLane:
             raise DriverError(verb, "the lane is closed; open another")
 
 
-_SHARED_FIXED: Final = mmap.MAP_SHARED | host_memory.MAP_FIXED
 _drivers: weakref.WeakSet[HostDriver] = weakref.WeakSet()
 
 

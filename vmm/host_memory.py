@@ -9,6 +9,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -16,13 +17,17 @@ from typing import Final
 PROT_NONE: Final = 0
 PROT_READ: Final = mmap.PROT_READ
 PROT_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
+PAGE_BYTES: Final = mmap.PAGESIZE
 MAP_FIXED: Final = 0x10
 MAP_NORESERVE: Final = 0x4000
 RESERVED: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+SHARED_FIXED: Final = mmap.MAP_SHARED | MAP_FIXED
 MADV_DONTFORK: Final = 10
 MADV_HUGEPAGE: Final = 14
 MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+MADV_COLLAPSE: Final = 25  # Linux 6.1
 
+_CAP_IPC_LOCK: Final = 14
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _UNLIMITED_BYTES: Final = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 
@@ -73,6 +78,21 @@ def lock_pages(address: int, nbytes: int) -> bool:
 def unlock_pages(address: int, nbytes: int) -> None:
     if _libc.munlock(address, nbytes):
         raise _os_error("munlock")
+
+
+def lockable_bytes() -> int | None:
+    """How much more this process may lock; None: no limit."""
+    status: dict[str, str] = {}
+    with open("/proc/self/status", encoding="utf-8") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            status[name] = value.strip()
+    if int(status["CapEff"], 16) >> _CAP_IPC_LOCK & 1:
+        return None
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit_bytes == resource.RLIM_INFINITY:
+        return None
+    return max(0, limit_bytes - int(status["VmLck"].split()[0]) * 1024)
 
 
 def available_bytes() -> int:
