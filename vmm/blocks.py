@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .backup import Backup, CopyTask
+from .backup import Backup
+from .copier import CopyTask, FillTask, Task
 from .driver import Access, Driver, Handle
 from .tags import KEEPS_CONTENTS, RestoreMode
 
@@ -31,6 +32,7 @@ class Block:
     contents_here: bool = False  # the handle holds what the user wrote
     sealed: bool = False  # mapped read-only, so the clean backup stays clean
     backup: Backup | None = None
+    digest: bytes | None = None  # of the clean backup, where changes of it are looked for
     leaving: bool = False  # being freed: no part of any park or wake, even if freeing it failed
 
     @property
@@ -38,13 +40,17 @@ class Block:
         return self.allocation.mode in KEEPS_CONTENTS
 
     @property
+    def has_clean_backup(self) -> bool:
+        return self.backup is not None and self.backup.clean
+
+    @property
     def needs_copy_out(self) -> bool:
-        return self.keeps_contents and not (self.backup is not None and self.backup.clean)
+        return self.keeps_contents and not self.has_clean_backup
 
     @property
     def contents_lost(self) -> bool:
         """Owed to its user, and nowhere."""
-        return self.keeps_contents and not self.contents_here and not (self.backup is not None and self.backup.clean)
+        return self.keeps_contents and not self.contents_here and not self.has_clean_backup
 
     def create(self, driver: Driver) -> None:
         if self.handle is None:
@@ -69,7 +75,7 @@ class Block:
             self.contents_here = False
 
     def seal(self, driver: Driver) -> None:
-        if self.keeps_contents and not self.sealed:
+        if self.has_clean_backup and not self.sealed:
             driver.set_access(self.allocation.address, self.allocation.reserved_bytes, Access.READ)
             self.sealed = True
 
@@ -77,7 +83,12 @@ class Block:
         assert self.backup is not None, "the backup is allocated first"
         return CopyTask(self.backup.address, self.allocation.address, self.allocation.nbytes)
 
-    def copy_in(self) -> CopyTask:
+    def refill(self) -> Task | None:
+        """What brings the contents of a new handle to what its mode promises."""
+        if self.allocation.mode is RestoreMode.MEMSET:
+            return FillTask(self.allocation.address, 0, self.allocation.nbytes)
+        if not self.keeps_contents:
+            return None
         assert self.backup is not None, "a parked block that keeps its contents has a backup"
         assert self.backup.clean, "never restore from half a backup"
         return CopyTask(self.allocation.address, self.backup.address, self.allocation.nbytes)
@@ -87,10 +98,11 @@ class Block:
         if self.backup is None or self.sealed:
             return
         self.backup.clean = False
+        self.digest = None
         if not self.backup.pinned:
             self.free_backup()
 
     def free_backup(self) -> None:
         if self.backup is not None:
             self.backup.free()
-            self.backup = None
+            self.backup = self.digest = None

@@ -53,6 +53,11 @@ class Driver(Protocol):
         ...
 
     @property
+    def prefers_pinned(self) -> bool:
+        """True where copies to page-locked host memory are so much quicker that backups should be PINNED."""
+        ...
+
+    @property
     def capacity_bytes(self) -> int: ...
 
     @property

@@ -7,7 +7,9 @@ LullMemoryError
 │   ├── DeviceFailed      a sticky error: the device is lost to this process, and what it held with it
 │   └── LedgerBusy        another process keeps the device's ledger locked
 ├── UnsupportedMode       this device cannot honour the restore mode
-├── LayoutChanged         an allocation would change the layout of a tag that is parked
+├── HostMemoryNotPinned   backups must be page-locked and the system does not allow it; nothing changed
+├── LayoutChanged         an allocation would change the layout of a tag that is parked, or it was woken as another
+├── ImmutableChanged      a tag declared immutable is not what its backup is; nothing was released
 ├── ContentsLost          a park or wake failed and could not be rolled back; says which tags lost what
 ├── AdmissionClosed       work was offered while memory is not running
 ├── DrainTimeout          work in flight did not end in time; nothing was released
@@ -66,8 +68,29 @@ class UnsupportedMode(LullMemoryError, ValueError):
     pass
 
 
+class HostMemoryNotPinned(LullMemoryError):
+    def __init__(self, tag: str, nbytes: int, lockable_bytes: int | None) -> None:
+        limit = "no limit of the system is in the way" if lockable_bytes is None else f"{lockable_bytes} are allowed"
+        super().__init__(
+            f"tag {tag}: {nbytes} bytes of host memory could not be page-locked ({limit}); raise the memlock limit "
+            "(RLIMIT_MEMLOCK, ulimit -l), choose restore mode CPU, or allow unlocked backups"
+        )
+        self.tag = tag
+        self.nbytes = nbytes
+
+
 class LayoutChanged(LullMemoryError):
-    pass
+    """Raised out of a wake it is fatal: memory is not where the engine believes it is."""
+
+
+class ImmutableChanged(LullMemoryError):
+    def __init__(self, tag: str, address: int, nbytes: int) -> None:
+        super().__init__(
+            f"tag {tag} is immutable and the {nbytes} bytes at {address:#x} are no longer what was backed up; find who "
+            "writes to them, or unseal the tag before it is changed"
+        )
+        self.tag = tag
+        self.address = address
 
 
 class ContentsLost(LullMemoryError):

@@ -119,6 +119,10 @@ class HostDriver:
         return self.device.kind == "unified"
 
     @property
+    def prefers_pinned(self) -> bool:
+        return False  # a copy is a copy here, and a kept backup doubles the host memory
+
+    @property
     def capacity_bytes(self) -> int:
         return self.device.capacity_bytes
 

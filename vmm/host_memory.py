@@ -27,6 +27,7 @@ MADV_HUGEPAGE: Final = 14
 MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 MADV_COLLAPSE: Final = 25  # Linux 6.1
 
+_HUGE_BYTES: Final = 2 << 20
 _CAP_IPC_LOCK: Final = 14
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _UNLIMITED_BYTES: Final = 1 << 60  # cgroup v1 writes "no limit" as a huge number
@@ -53,6 +54,22 @@ def map_pages(address: int | None, nbytes: int, prot: int, flags: int, fd: int =
     if mapped is None or mapped == _MAP_FAILED:
         raise _os_error("mmap")
     return mapped
+
+
+def map_anonymous(nbytes: int) -> int:
+    """Private memory in huge pages as far as they go, at an address that allows for them, and not for children."""
+    slack_bytes = _HUGE_BYTES if nbytes >= _HUGE_BYTES else 0
+    start = map_pages(None, nbytes + slack_bytes, PROT_READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = start
+    if slack_bytes:
+        address = -(-start // slack_bytes) * slack_bytes
+        if address > start:
+            unmap_pages(start, address - start)
+        if tail_bytes := start + slack_bytes - address:
+            unmap_pages(address + nbytes, tail_bytes)
+    advise_pages(address, nbytes, MADV_DONTFORK)
+    advise_pages(address, nbytes, MADV_HUGEPAGE)
+    return address
 
 
 def unmap_pages(address: int, nbytes: int) -> None:

@@ -10,45 +10,25 @@ One transition at a time; no lock is held over a copy.
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from enum import Enum
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Final
 
 from . import host_memory
-from .backup import Copier, allocate_backup, promise
+from .backup import allocate_backup, promise
+from .block_table import BlockTable, Phase, Transition
 from .blocks import Allocation, Block
+from .copier import Copier
 from .driver import Driver, Handle
-from .errors import (
-    ContentsLost,
-    LayoutChanged,
-    LullMemoryError,
-    OutOfDeviceMemory,
-    RuntimeFailed,
-    TransitionInProgress,
-    UnsupportedMode,
-)
+from .errors import ContentsLost, HostMemoryNotPinned, LullMemoryError, OutOfDeviceMemory
+from .modes import ModeTable
 from .pool_like import PoolGuest
-from .tags import KEEPS_CONTENTS, TAG_PATTERN, InvalidTag, RestoreMode
+from .seals import digest_of_backup, require_unchanged
+from .statistics import TagStatistics
+from .tags import RestoreMode
 
-_ALLOCATING_SECONDS_MAX: Final = 60.0
-
-
-class _Phase(Enum):
-    RELEASE = "release"
-    RELEASE_PREPARED = "prepared release"
-    RESUME = "resume"
-    RESUME_PREPARED = "prepared resume"
-
-
-@dataclass(slots=True)
-class _Transition:
-    phase: _Phase
-    tags: tuple[str, ...]
-    blocks: list[Block]
+_log = logging.getLogger(__name__)
 
 
 class Pool:
@@ -59,45 +39,52 @@ class Pool:
         driver: Driver,
         *,
         restore_modes: Mapping[str, RestoreMode] | None = None,
+        prefer_pinned: bool | None = None,
+        require_locked: bool = False,
         immutable_tags: Set[str] = frozenset(),
+        verify_immutable: bool = False,
+        release_host_after_wake: bool = False,
         copy_threads: int = 2,
         host_bytes_available: Callable[[], int] = host_memory.available_bytes,
     ) -> None:
         """``immutable_tags`` are written once: after their first wake they are read-only until `unseal`, and a further
-        park copies nothing. ``host_bytes_available`` is asked before backups are made."""
+        park copies nothing; ``verify_immutable`` checks at every such park that nothing has changed, by hash.
+
+        ``prefer_pinned`` chooses between PINNED and CPU for tags without a mode; as the driver prefers unless given.
+        Where the system does not let a PINNED backup be locked, it is used unlocked, or refused if ``require_locked``.
+        PINNED and immutable backups are kept over a wake unless ``release_host_after_wake``.
+        ``host_bytes_available`` is asked before backups are made.
+        """
         self.driver = driver
         self.keep_memory_on_release = False
         """For tests of whoever drives an engine: say released, and keep the device memory."""
         self.guest: PoolGuest | None = None
-        self._restore_modes = dict(restore_modes or {})
+        self._modes = ModeTable(driver, restore_modes or {}, prefer_pinned=prefer_pinned)
+        self._require_locked = require_locked
         self._immutable_tags = frozenset(immutable_tags)
+        self._verify_immutable = verify_immutable
+        self._release_host_after_wake = release_host_after_wake
         self._host_bytes_available = host_bytes_available
         self._copier = Copier(driver, copy_threads)
-        self._condition = threading.Condition()  # guards what follows
-        self._blocks: dict[Allocation, Block] = {}
-        self._freeing: set[Allocation] = set()
-        self._parked_tags: set[str] = set()
-        self._allocating = 0
-        self._transition: _Transition | None = None
-        self._broken: ContentsLost | None = None
-        for tag, mode in self._restore_modes.items():
-            _require_tag(tag)
-            self._require_mode(tag, mode)
+        self._table = BlockTable()
+        self._said_unlocked = False
 
     @property
     def failed(self) -> str | None:
         """Why nothing can be parked or woken any more: the device is lost, or a transition was not undone."""
-        return self.driver.failed or (None if self._broken is None else str(self._broken))
+        broken = self._table.broken
+        return self.driver.failed or (None if broken is None else str(broken))
 
     # -- allocations
 
     def allocate(self, nbytes: int, tag: str, mode: RestoreMode | None = None) -> Allocation:
-        """Zeroed memory. ``mode`` defaults to the pool's for the tag, else NONE for kv_cache and CPU for others."""
+        """Zeroed memory. ``mode`` defaults to the pool's for the tag, else NONE for kv_cache, CPU or PINNED for others.
+
+        Allocations of one tag may have different modes.
+        """
         if nbytes <= 0:
             raise ValueError(f"nbytes is {nbytes}; it must be positive")
-        _require_tag(tag)
-        chosen = mode or self._restore_modes.get(tag) or (RestoreMode.NONE if tag == "kv_cache" else RestoreMode.CPU)
-        self._require_mode(tag, chosen)
+        chosen = self._modes.choose(tag, mode)
         granularity_bytes = self.driver.granularity()
         reserved_bytes = -(-nbytes // granularity_bytes) * granularity_bytes
         with self.changing_layout(tag):
@@ -110,50 +97,35 @@ class Pool:
                 self._discard(block, error)
                 raise
             block.contents_here = True
-            with self._condition:
-                self._blocks[block.allocation] = block
+            self._table.add(block)
         return block.allocation
 
     def free(self, allocation: Allocation) -> None:
         """Frees a live or parked allocation, with its backup and its addresses. If it raises, it can be asked again."""
-        with self.changing_layout(None):
-            with self._condition:
-                block = self._require_block(allocation)
-                self._freeing.add(allocation)
-                block.leaving = True
-            try:
-                block.detach(self.driver)
-                self.driver.free_address(allocation.address, allocation.reserved_bytes)
-                block.free_backup()
-                with self._condition:
-                    del self._blocks[allocation]
-            finally:
-                with self._condition:
-                    self._freeing.remove(allocation)
+        with self.changing_layout(None), self._table.leaving(allocation) as block:
+            block.detach(self.driver)
+            self.driver.free_address(allocation.address, allocation.reserved_bytes)
+            block.free_backup()
 
     def adopt(self, allocation: Allocation, handle: Handle) -> None:
         """Takes over memory that another allocator has made: mapped read-write at its address by this pool's driver.
 
         From now on it parks and wakes as ours does, under a new handle after each wake.
         """
-        _require_tag(allocation.tag)
-        self._require_mode(allocation.tag, allocation.mode)
+        self._modes.choose(allocation.tag, allocation.mode)
         if handle.nbytes != allocation.reserved_bytes:
             raise ValueError(f"the handle has {handle.nbytes} bytes and {allocation} says {allocation.reserved_bytes}")
-        block = Block(allocation, handle, mapped=True, contents_here=True)
-        with self.changing_layout(allocation.tag), self._condition:
-            if any(other.address == allocation.address for other in self._blocks):
-                raise ValueError(f"{allocation.address:#x} is in this pool already; forget it first")
-            self._blocks[allocation] = block
+        with self.changing_layout(allocation.tag):
+            self._table.add(Block(allocation, handle, mapped=True, contents_here=True))
 
     def forget(self, allocation: Allocation) -> Handle | None:
         """Gives an adopted allocation back to its allocator: its addresses, and the handle that is mapped there now.
 
         None while it is parked: then nothing is mapped, and its backup is dropped.
         """
-        with self.changing_layout(None), self._condition:
-            block = self._require_block(allocation)
-            del self._blocks[allocation]
+        with self.changing_layout(None):
+            block = self._table.require(allocation)
+            self._table.remove(allocation)
         block.free_backup()
         return block.handle
 
@@ -166,11 +138,17 @@ class Pool:
         """Frees everything."""
         for allocation in self.allocations():
             self.free(allocation)
+        self._copier.close()
+
+    def changing_layout(self, tag: str | None) -> AbstractContextManager[None]:
+        """While memory of the tag is made or freed: a transition waits for the block, and refuses new ones."""
+        return self._table.changing(tag)
+
+    # -- what there is
 
     def allocations(self, tag: str | None = None) -> tuple[Allocation, ...]:
         """In the order in which they were made."""
-        with self._condition:
-            return tuple(allocation for allocation in self._blocks if tag in (None, allocation.tag))
+        return tuple(block.allocation for block in self._table.blocks(tag))
 
     def bytes_by_tag(self) -> dict[str, int]:
         """What each tag takes of the device while it is not parked."""
@@ -181,54 +159,81 @@ class Pool:
 
     def device_bytes(self) -> int:
         """What the pool holds of the device now."""
-        with self._condition:
-            return sum(block.allocation.reserved_bytes for block in self._blocks.values() if block.handle is not None)
+        return sum(block.allocation.reserved_bytes for block in self._table.blocks() if block.handle is not None)
 
     def backup_bytes(self) -> int:
         """Host memory in backups, those that are kept for the next park included."""
-        with self._condition:
-            return sum(block.backup.held_bytes for block in self._blocks.values() if block.backup is not None)
+        return sum(backup.held_bytes for block in self._table.blocks() if (backup := block.backup) is not None)
 
     def parked_tags(self) -> frozenset[str]:
-        with self._condition:
-            return frozenset(self._parked_tags)
+        return self._table.parked_tags()
 
-    def warm_backups(self) -> None:
-        """Makes the backups of all PINNED allocations now, so that the first park need not."""
+    def statistics(self) -> dict[str, TagStatistics]:
+        """By tag, for those that have or had allocations."""
+        return self._table.statistics()
+
+    def is_sealed(self, allocation: Allocation) -> bool:
+        """Mapped read-only since its last wake: a write would be fatal."""
+        return self._table.require(allocation).sealed
+
+    def handle_of(self, allocation: Allocation) -> Handle | None:
+        """What is mapped there now; None while it is parked."""
+        return self._table.require(allocation).handle
+
+    def backup_views(self, tag: str) -> tuple[memoryview, ...]:
+        """For tests of whoever checks an engine after its wake: its backups, writable, while the tag is parked."""
+        backups = [backup for block in self._table.blocks(tag) if (backup := block.backup) is not None]
+        return tuple(
+            memoryview((ctypes.c_char * backup.nbytes).from_address(backup.address)).cast("B") for backup in backups
+        )
+
+    # -- backups
+
+    def warm_backups(self, tags: Iterable[str] | None = None) -> None:
+        """Makes the backups of PINNED allocations now, of all tags unless given, so that the first park need not."""
+        wanted = None if tags is None else frozenset(tags)
         with self.changing_layout(None):
-            with self._condition:
-                blocks = list(self._blocks.values())
-            missing = [b for b in blocks if b.allocation.mode is RestoreMode.PINNED and b.backup is None]
+            pinned = [b for b in self._table.blocks() if b.allocation.mode is RestoreMode.PINNED and not b.leaving]
+            missing = [b for b in pinned if b.backup is None and (wanted is None or b.allocation.tag in wanted)]
             with promise([b.allocation.nbytes for b in missing], self._host_bytes_available):
-                _allocate_backups(missing)
+                self._allocate_backups(missing)
+
+    def release_backups(self, tags: Iterable[str] | None = None) -> None:
+        """Gives the host memory of backups back that are only kept for the next park; those in use stay.
+
+        The next park of these tags makes and fills them again, of immutable tags as well.
+        """
+        wanted = None if tags is None else frozenset(tags)
+        with self.changing_layout(None):
+            for block in self._table.blocks():
+                if block.contents_here and (wanted is None or block.allocation.tag in wanted):
+                    block.free_backup()
 
     def unseal(self, tags: Iterable[str]) -> None:
         """Makes immutable tags writable, for new weights; the next park copies them again."""
         wanted = frozenset(tags)
         with self.changing_layout(None):
-            with self._condition:
-                sealed = [b for b in self._blocks.values() if b.sealed and b.allocation.tag in wanted]
-            for block in sealed:
-                block.attach(self.driver)
-                block.settle_backup()
+            for block in self._table.blocks():
+                if block.sealed and block.allocation.tag in wanted:
+                    block.attach(self.driver)
+                    block.settle_backup()
 
-    def is_sealed(self, allocation: Allocation) -> bool:
-        """Mapped read-only since its last wake: a write would be fatal."""
-        with self._condition:
-            return self._require_block(allocation).sealed
+    def _allocate_backups(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            allocation = block.allocation
+            pinned = allocation.mode is RestoreMode.PINNED
+            block.backup = allocate_backup(allocation.nbytes, pinned=pinned, driver=self.driver)
+            if pinned and not block.backup.locked:
+                self._accept_unlocked(block)
 
-    def handle_of(self, allocation: Allocation) -> Handle | None:
-        """What is mapped there now; None while it is parked."""
-        with self._condition:
-            return self._require_block(allocation).handle
-
-    def backup_views(self, tag: str) -> tuple[memoryview, ...]:
-        """For tests of whoever checks an engine after its wake: its backups, writable, while the tag is parked."""
-        with self._condition:
-            backups = [b.backup for a, b in self._blocks.items() if a.tag == tag and b.backup is not None]
-        return tuple(
-            memoryview((ctypes.c_char * backup.nbytes).from_address(backup.address)).cast("B") for backup in backups
-        )
+    def _accept_unlocked(self, block: Block) -> None:
+        tag, nbytes = block.allocation.tag, block.allocation.nbytes
+        if self._require_locked:
+            block.free_backup()
+            raise HostMemoryNotPinned(tag, nbytes, host_memory.lockable_bytes())
+        if not self._said_unlocked:
+            self._said_unlocked = True
+            _log.warning("tag %s: its PINNED backup could not be page-locked and is used unlocked; copies work", tag)
 
     # -- park
 
@@ -238,48 +243,57 @@ class Pool:
 
     def prepare_release(self, tags: Iterable[str]) -> None:
         """Backs up the tags that are not parked. Then commit_release or abort_release must follow."""
-        transition = self._begin(_Phase.RELEASE, tags, parked=False)
-        to_copy = [block for block in transition.blocks if block.needs_copy_out]
-        new = [block for block in to_copy if block.backup is None]
+        transition = self._begin(Phase.RELEASE, tags, parked=False)
         try:
-            self.driver.synchronize()
-            with promise([block.allocation.nbytes for block in new], self._host_bytes_available):
-                _allocate_backups(new)
-                self._copier.run([block.copy_out() for block in to_copy])
+            with transition.timed():
+                self._back_up(transition)
         except BaseException:
             self._end_release_undone(transition)
             raise
+        transition.phase = Phase.RELEASE_PREPARED
+
+    def _back_up(self, transition: Transition) -> None:
+        to_copy = [block for block in transition.blocks if block.needs_copy_out]
+        new = [block for block in to_copy if block.backup is None]
+        self.driver.synchronize()
+        require_unchanged(self.driver, transition.blocks)
+        with promise([block.allocation.nbytes for block in new], self._host_bytes_available):
+            self._allocate_backups(new)
+            self._copier.run([block.copy_out() for block in to_copy])
         for block in to_copy:
             assert block.backup is not None, "allocated above"
             block.backup.clean = True
-        transition.phase = _Phase.RELEASE_PREPARED
+            if self._verify_immutable and block.allocation.tag in self._immutable_tags:
+                block.digest = digest_of_backup(block.backup)
+        transition.cost.add_copies(to_copy)
 
     def abort_release(self) -> None:
-        self._end_release_undone(self._require_phase(_Phase.RELEASE_PREPARED))
+        self._end_release_undone(self._table.require_phase(Phase.RELEASE_PREPARED))
 
     def commit_release(self) -> None:
-        transition = self._require_phase(_Phase.RELEASE_PREPARED)
+        transition = self._table.require_phase(Phase.RELEASE_PREPARED)
         if not self.keep_memory_on_release:
             try:
-                for block in transition.blocks:
-                    block.detach(self.driver)
+                with transition.timed():
+                    for block in transition.blocks:
+                        block.detach(self.driver)
             except BaseException as error:
                 self._undo_commit_release(transition, error)
                 raise
-        with self._condition:
-            self._parked_tags.update(transition.tags)
+        self._table.note_parked(transition)
         self._end(transition)
 
-    def _undo_commit_release(self, transition: _Transition, error: BaseException) -> None:
+    def _undo_commit_release(self, transition: Transition, error: BaseException) -> None:
         """Takes the memory again that was given back; from the backups, which are all good."""
         try:
-            self._restore(transition.blocks)
+            self._restore(transition)
         except Exception as second:
+            failure = self._break("the park", transition.blocks, error)
             self._end(transition)
-            raise self._break("the park", transition.blocks, error) from second
+            raise failure from second
         self._end_release_undone(transition)
 
-    def _end_release_undone(self, transition: _Transition) -> None:
+    def _end_release_undone(self, transition: Transition) -> None:
         for block in transition.blocks:
             block.settle_backup()
         self._end(transition)
@@ -292,120 +306,80 @@ class Pool:
 
     def prepare_resume(self, tags: Iterable[str]) -> None:
         """Brings the tags that are parked back. Then commit_resume or abort_resume must follow."""
-        transition = self._begin(_Phase.RESUME, tags, parked=True)
+        transition = self._begin(Phase.RESUME, tags, parked=True)
         try:
-            missing = [block for block in transition.blocks if block.handle is None]
-            needed_bytes = sum(block.allocation.reserved_bytes for block in missing)
-            if missing and needed_bytes > (free_bytes := self.driver.free_bytes()):
-                raise OutOfDeviceMemory(needed_bytes, free_bytes, self.driver.capacity_bytes)
-            self._restore(transition.blocks)
-            for block in transition.blocks:
-                if block.allocation.tag in self._immutable_tags:
-                    block.seal(self.driver)
+            with transition.timed():
+                self._require_room(transition.blocks)
+                self._restore(transition)
+                self._table.require_same_layout(transition)
+                for block in transition.blocks:
+                    if block.allocation.tag in self._immutable_tags:
+                        block.seal(self.driver)
         except BaseException as error:
             self._undo_resume(transition, error)
             raise
-        transition.phase = _Phase.RESUME_PREPARED
+        transition.phase = Phase.RESUME_PREPARED
 
     def abort_resume(self) -> None:
         """Parked again, from the backups of before: what was written since prepare_resume is dropped."""
-        self._undo_resume(self._require_phase(_Phase.RESUME_PREPARED), None)
+        self._undo_resume(self._table.require_phase(Phase.RESUME_PREPARED), None)
 
     def commit_resume(self) -> None:
-        transition = self._require_phase(_Phase.RESUME_PREPARED)
+        transition = self._table.require_phase(Phase.RESUME_PREPARED)
         for block in transition.blocks:
             block.settle_backup()
-        with self._condition:
-            self._parked_tags.difference_update(transition.tags)
+            if self._release_host_after_wake:
+                block.free_backup()
+        self._table.note_awake(transition)
         self._end(transition)
 
-    def _restore(self, blocks: Sequence[Block]) -> None:
+    def _require_room(self, blocks: Sequence[Block]) -> None:
+        missing = [block for block in blocks if block.handle is None]
+        needed_bytes = sum(block.allocation.reserved_bytes for block in missing)
+        if missing and needed_bytes > (free_bytes := self.driver.free_bytes()):
+            raise OutOfDeviceMemory(needed_bytes, free_bytes, self.driver.capacity_bytes)
+
+    def _restore(self, transition: Transition) -> None:
         """All handles first: running out of memory is the likeliest failure and is cheapest to undo there."""
-        for block in blocks:
+        for block in transition.blocks:
             block.create(self.driver)
-        for block in blocks:
+        for block in transition.blocks:
             block.attach(self.driver)
-        without_contents = [block for block in blocks if not block.contents_here]
-        for block in without_contents:
-            if block.allocation.mode is RestoreMode.MEMSET:
-                self.driver.set(block.allocation.address, 0, block.allocation.nbytes)
-        self._copier.run([block.copy_in() for block in without_contents if block.keeps_contents])
+        without_contents = [block for block in transition.blocks if not block.contents_here]
+        self._copier.run([task for block in without_contents if (task := block.refill()) is not None])
         self.driver.synchronize()
         for block in without_contents:
             block.contents_here = True
+        transition.cost.add_copies(block for block in without_contents if block.keeps_contents)
 
-    def _undo_resume(self, transition: _Transition, error: BaseException | None) -> None:
+    def _undo_resume(self, transition: Transition, error: BaseException | None) -> None:
         failure: LullMemoryError | None = None
         for block in transition.blocks:
             try:
                 block.detach(self.driver)
             except LullMemoryError as second:
                 failure = second  # the others are given back all the same
+        broken = None if failure is None else self._break("the wake", transition.blocks, error)
         self._end(transition)
-        if failure is not None:
-            raise self._break("the wake", transition.blocks, error) from failure
+        if broken is not None:
+            raise broken from failure
 
     # -- bookkeeping
 
-    def _begin(self, phase: _Phase, tags: Iterable[str], *, parked: bool) -> _Transition:
+    def _begin(self, phase: Phase, tags: Iterable[str], *, parked: bool) -> Transition:
         if self.guest is not None:
             self.guest.before_transition()
         try:
-            return self._begin_here(phase, tags, parked=parked)
+            return self._table.begin(phase, tags, parked=parked)
         except BaseException:
             if self.guest is not None:
                 self.guest.after_transition()
             raise
 
-    def _begin_here(self, phase: _Phase, tags: Iterable[str], *, parked: bool) -> _Transition:
-        with self._condition:
-            wanted = tuple(tag for tag in dict.fromkeys(tags) if (tag in self._parked_tags) is parked)
-            if self._broken is not None:
-                raise RuntimeFailed(f"this pool can neither park nor wake any more: {self._broken}")
-            if self._transition is not None:
-                raise TransitionInProgress(f"a {self._transition.phase.value} is under way in this pool; wait for it")
-            transition = self._transition = _Transition(phase, wanted, [])
-            # Set before waiting: no further allocation can begin.
-            if not self._condition.wait_for(lambda: self._allocating == 0, _ALLOCATING_SECONDS_MAX):
-                self._transition = None
-                raise TransitionInProgress(f"an allocation has been under way for {_ALLOCATING_SECONDS_MAX} s")
-            transition.blocks = [b for b in self._blocks.values() if b.allocation.tag in wanted and not b.leaving]
-        return transition
-
-    def _end(self, transition: _Transition) -> None:
+    def _end(self, transition: Transition) -> None:
         if self.guest is not None:
             self.guest.after_transition()
-        with self._condition:
-            assert self._transition is transition, "one transition at a time"
-            self._transition = None
-
-    def _require_block(self, allocation: Allocation) -> Block:
-        block = self._blocks.get(allocation)
-        if block is None or allocation in self._freeing:
-            raise ValueError(f"{allocation} is not in this pool; it was freed already or belongs elsewhere")
-        return block
-
-    def _require_phase(self, phase: _Phase) -> _Transition:
-        with self._condition:
-            if self._transition is None or self._transition.phase is not phase:
-                raise TransitionInProgress(f"there is no {phase.value} in this pool; prepare it first")
-            return self._transition
-
-    @contextmanager
-    def changing_layout(self, tag: str | None) -> Generator[None]:
-        """While memory of the tag is made or freed: a transition waits for the block, and refuses new ones."""
-        with self._condition:
-            if self._transition is not None:
-                raise TransitionInProgress(f"a {self._transition.phase.value} is under way in this pool; wait for it")
-            if tag in self._parked_tags:
-                raise LayoutChanged(f"tag {tag} is parked and its layout must not change; resume it first")
-            self._allocating += 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._allocating -= 1
-                self._condition.notify_all()
+        self._table.end(transition)
 
     def _discard(self, block: Block, error: BaseException) -> None:
         try:
@@ -421,24 +395,5 @@ class Pool:
         failure = ContentsLost(during, lost=lost, parked=parked, live=live)
         if cause is not None:
             failure.add_note(f"what was to be undone: {cause}")
-        with self._condition:
-            self._broken = failure
+        self._table.mark_broken(failure)
         return failure
-
-    def _require_mode(self, tag: str, mode: RestoreMode) -> None:
-        if self.driver.unified and mode in KEEPS_CONTENTS:
-            raise UnsupportedMode(
-                f"restore mode {mode} of tag {tag}: device {self.driver.device_uuid} shares its memory with the host, "
-                "so a backup would free nothing; use NONE or MEMSET and reload"
-            )
-
-
-def _allocate_backups(blocks: Sequence[Block]) -> None:
-    for block in blocks:
-        pinned = block.allocation.mode is RestoreMode.PINNED
-        block.backup = allocate_backup(block.allocation.nbytes, pinned=pinned)
-
-
-def _require_tag(tag: str) -> None:
-    if not TAG_PATTERN.fullmatch(tag):
-        raise InvalidTag(f"tag is {tag!r}; use lower-case letters, digits and underscores, at most 63")

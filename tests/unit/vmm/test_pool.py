@@ -249,7 +249,7 @@ def test_a_park_waits_for_an_allocation_under_way(driver: HostDriver) -> None:
 
 
 def test_copies_are_cut_into_chunks(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lull.vmm.backup.COPY_CHUNK_BYTES", 4096)
+    monkeypatch.setattr("lull.vmm.copier.COPY_CHUNK_BYTES", 4096)
     pool = Pool(driver, copy_threads=3)
     allocation = pool.allocate(10 * 4096 + 1, "model")
     content = pattern(9, 10 * 4096 + 1)
