@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +75,7 @@ class Node:
         self.host_ram = HostRam(settings.host_reserve_bytes)
         self.owners = Owners()
         self.boot_id = boot_id()
+        self.start_id = uuid.uuid4().hex  # of this process
         self.quarantined: dict[str, Reason] = read_quarantine(Path(settings.data_dir), self.devices)
         self.connected = asyncio.Event()  # set while the scheduler's order stream is up
         self.spares = SpareRunners()

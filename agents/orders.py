@@ -22,6 +22,7 @@ from .protocol.wire import (
     OrderEnvelope,
     Reason,
     RecallLoan,
+    ReportAgain,
     RestartEngine,
     SetPolicy,
     SetRestoreBy,
@@ -94,6 +95,8 @@ class Orders:
                 self._restart(order)
             case FetchLog():
                 self._daemon.logs.start(order)
+            case ReportAgain():
+                self._daemon.watch.tell_all()
             case _:
                 return "unsupported"
         return "accepted"

@@ -33,6 +33,7 @@ class Watch:
         self._loan_on = loan_on
         self._look_soon = asyncio.Event()
         self._holders: dict[str, Holder] = {}
+        self._said: dict[str, int] = {}  # reports of the holder, by device
         self._requests: dict[str, float | None] = {}
         self._observed: dict[str, DeviceObserved] = {}
         self._disk_said = ""
@@ -98,14 +99,20 @@ class Watch:
                 holds = self._holder(device_id, now)
                 if self._holders.get(device_id) != holds:
                     self._holders[device_id] = holds
-                    self._node.journal.report(
-                        OccupancyChanged(
-                            device_id=device_id,
-                            occupancy=holds.occupancy,
-                            owner_id=holds.owner_id,
-                            loan_id=holds.loan_id,
-                        )
-                    )
+                    self._say(device_id, holds)
+
+    def _say(self, device_id: str, holds: Holder) -> None:
+        self._said[device_id] = self._said.get(device_id, 0) + 1
+        self._node.journal.report(
+            OccupancyChanged(
+                device_id=device_id,
+                occupancy=holds.occupancy,
+                owner_id=holds.owner_id,
+                loan_id=holds.loan_id,
+                start_id=self._node.start_id,
+                report_no=self._said[device_id],
+            )
+        )
 
     def _holder(self, device_id: str, now: float) -> Holder:
         loan = self._loan_on(device_id)

@@ -164,5 +164,5 @@ def job_event_of_end(end: AttemptEnd, exit_code: int | None, *, stop_wanted: boo
             return JobEvent.CANCELLED, None
         case AttemptEnd.PREEMPTED | AttemptEnd.NOT_STARTED:
             return (JobEvent.CANCELLED if stop_wanted else JobEvent.REQUEUED), None
-        case AttemptEnd.SPAWN_FAILED | AttemptEnd.RUNNER_LOST | AttemptEnd.NODE_REBOOTED:
+        case AttemptEnd.SPAWN_FAILED | AttemptEnd.RUNNER_LOST | AttemptEnd.NODE_REBOOTED | AttemptEnd.LOST:
             return JobEvent.FAILED, end.value

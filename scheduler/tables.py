@@ -17,6 +17,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -70,6 +71,8 @@ nodes = Table(
     Column("last_seen_at", Double, nullable=False),
     Column("silent_since", Double),
     Column("registered_at", Double, nullable=False),
+    Column("start_id", ID, nullable=False, server_default=""),  # of the agent process that registered last
+    Column("home", Text, nullable=False, server_default=""),  # and of its data directory
 )
 
 devices = Table(
@@ -305,6 +308,9 @@ occupancy = Table(
     Column("kind", String(32), nullable=False),
     Column("owner_id", ID),
     Column("loan_id", ID),
+    # Whose word it is: the start of an agent, and the number of the report. Empty: nobody saw the device.
+    Column("start_id", ID, nullable=False, server_default=""),
+    Column("report_no", BigInteger, nullable=False, server_default="0"),
     _one_of("kind", OccupancyKind),
     Index(
         "uq_occupancy_open",
@@ -314,6 +320,17 @@ occupancy = Table(
         postgresql_where=text("ended_at IS NULL"),
     ),
     Index("ix_occupancy_ended_at", "ended_at"),
+)
+
+# The last bytes of each stream of an attempt that has ended, for when its node does not answer.
+log_tails = Table(
+    "log_tails",
+    metadata,
+    Column("attempt_id", ID, ForeignKey("attempts.id"), primary_key=True),
+    Column("stream", String(8), primary_key=True),
+    Column("start_offset", BigInteger, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+    Column("kept_at", Double, nullable=False, index=True),
 )
 
 leader = Table(

@@ -1,12 +1,85 @@
-"""Intervals into answers: cut to the time asked for, and honest about what nobody saw."""
+"""What nodes say of their devices becomes intervals, and intervals become answers: cut to the time asked for, and
+honest about what nobody saw.
+
+A device's last intervals (`Span`) change in two ways. A node says who holds the device from a moment on. Or its node
+is lost sight of: from its last sign of life on nobody sees the device. What the node says later, of that very time, is
+exact and wins: its agent went on watching while nobody listened. Only where one process of the agent ended and
+another began does the gap stay.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..agents.protocol.wire import OccupancyKind
 from .model import Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One interval of one device. ``start_id`` and ``report_no``: whose word it is, the newest that said so; without
+    a ``start_id`` an unknown span is the scheduler's own, of a time that nobody saw."""
+
+    started_at: float
+    ended_at: float | None
+    kind: OccupancyKind
+    owner_id: str | None = None
+    loan_id: str | None = None
+    start_id: str = ""
+    report_no: int = 0
+
+    @property
+    def is_unseen(self) -> bool:
+        return self.kind is OccupancyKind.UNKNOWN and not self.start_id
+
+
+def told(tail: Sequence[Span], said: Span, *, live: bool) -> list[Span]:
+    """The last spans of a device (two are enough, oldest first) after its node said ``said``, which is open.
+
+    ``live``: the process that said it is the one that is registered. The word of an earlier one, which comes late,
+    says what was up to then and nothing of what came after it.
+    """
+    spans = list(tail)
+    unseen = spans.pop() if spans and spans[-1].is_unseen else None
+    if unseen is not None:
+        before = spans[-1] if spans else None
+        if before is not None and (_follows(before, said) or said.started_at <= unseen.started_at):
+            spans[-1] = replace(before, ended_at=None)
+        else:
+            spans.append(unseen)
+    spans = _with(spans, said)
+    if unseen is not None and not live:
+        spans = lost_sight(spans, unseen.started_at)
+    return spans
+
+
+def lost_sight(tail: Sequence[Span], at: float) -> list[Span]:
+    """The last spans of a device whose node was last heard ``at``."""
+    spans = list(tail)
+    if not spans or spans[-1].is_unseen:
+        return spans
+    until = max(spans[-1].started_at, at)
+    spans[-1] = replace(spans[-1], ended_at=until)
+    return [*spans, Span(until, None, OccupancyKind.UNKNOWN)]
+
+
+def _follows(before: Span, said: Span) -> bool:
+    """By the same process, and nothing that it said in between is missing."""
+    return bool(said.start_id) and (before.start_id, before.report_no + 1) == (said.start_id, said.report_no)
+
+
+def _with(spans: list[Span], said: Span) -> list[Span]:
+    """The open span ends where the new one starts. A clock that went back cannot make one overlap another: the new
+    one then starts where the open one did, in its place."""
+    if not spans:
+        return [said]
+    last = spans[-1]
+    if (last.kind, last.owner_id, last.loan_id, last.is_unseen) == (said.kind, said.owner_id, said.loan_id, False):
+        return [*spans[:-1], replace(last, start_id=said.start_id, report_no=said.report_no)]
+    if said.started_at <= last.started_at:
+        return [*spans[:-1], replace(said, started_at=last.started_at)]
+    return [*spans[:-1], replace(last, ended_at=said.started_at), said]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,91 +7,22 @@ clocks of two machines. Durations are seconds from receipt. Change a meaning her
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated, Any, Final, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
 from .loans import LoanEvent, LoanState, LoanStep
 from .policy import EnginePolicy
+from .words import AttemptEnd as AttemptEnd
+from .words import AttemptState as AttemptState
+from .words import EngineState as EngineState
+from .words import GateState as GateState
+from .words import Message as Message
+from .words import OccupancyKind as OccupancyKind
+from .words import ProcessIdentity as ProcessIdentity
+from .words import Reason as Reason
 
 PROTOCOL_VERSION: Final = 1
-
-
-class Message(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class Reason(Message):
-    """Why something is as it is: a stable code, a sentence for people, and the data behind both."""
-
-    code: str
-    sentence: str
-    data: dict[str, Any] = Field(default_factory=dict)
-
-
-class EngineState(StrEnum):
-    STARTING = "starting"  # its process runs, it is not healthy yet
-    RUNNING = "running"
-    PARKING = "parking"
-    PARKED = "parked"
-    WAKING = "waking"
-    FAILED = "failed"
-    GONE = "gone"  # no process
-    UNREACHABLE = "unreachable"  # a process, but no answer: never taken for parked
-
-
-class GateState(StrEnum):
-    OPEN = "open"
-    CLOSED = "closed"
-    UNKNOWN = "unknown"
-
-
-class AttemptState(StrEnum):
-    PLACED = "placed"
-    STARTING = "starting"
-    RUNNING = "running"
-    SUSPENDED = "suspended"
-    STOPPING = "stopping"
-    ENDED = "ended"
-    UNKNOWN = "unknown"
-
-
-class AttemptEnd(StrEnum):
-    EXITED = "exited"
-    SIGNALLED = "signalled"
-    TIMED_OUT = "timed_out"  # the job's own limit
-    CANCELLED = "cancelled"
-    PREEMPTED = "preempted"  # the loan had to end; the job is queued again
-    NOT_STARTED = "not_started"  # proved: the job is queued again
-    SPAWN_FAILED = "spawn_failed"  # the command could not be executed
-    RUNNER_LOST = "runner_lost"
-    NODE_REBOOTED = "node_rebooted"
-
-
-class OccupancyKind(StrEnum):
-    SERVING = "serving"
-    IDLE = "idle"
-    DRAINING = "draining"
-    PARKING = "parking"
-    SETTLING = "settling"
-    JOB = "job"
-    RECALLING = "recalling"
-    WAKING = "waking"
-    VERIFYING = "verifying"
-    FAULTED = "faulted"
-    EMPTY = "empty"
-    FOREIGN = "foreign"
-    QUARANTINED = "quarantined"
-    UNKNOWN = "unknown"
-
-
-class ProcessIdentity(Message):
-    """One process, told apart from a later one with the same pid."""
-
-    boot_id: str
-    pid: int
-    start_ticks: int  # /proc/PID/stat field 22
 
 
 # ---- orders: scheduler -> agent -------------------------------------------------------------------------------
@@ -174,6 +105,19 @@ class FetchLog(Message):
     follow: bool = False
 
 
+class ReportAgain(Message):
+    """The node had been called silent: it says anew who holds its devices."""
+
+    kind: Literal["report_again"] = "report_again"
+
+
+class GiveUpLoan(Message):
+    """An operator gives up a faulted loan: it closes, and the gates of its engines stay closed."""
+
+    kind: Literal["give_up_loan"] = "give_up_loan"
+    loan_id: str
+
+
 class UnknownOrder(Message):
     """Any kind that this version does not know."""
 
@@ -197,6 +141,8 @@ _ORDER_KINDS: Final = frozenset(
         "set_policy",
         "restart_engine",
         "fetch_log",
+        "report_again",
+        "give_up_loan",
     }
 )
 
@@ -209,6 +155,8 @@ Order = Annotated[
     | Annotated[SetPolicy, Tag("set_policy")]
     | Annotated[RestartEngine, Tag("restart_engine")]
     | Annotated[FetchLog, Tag("fetch_log")]
+    | Annotated[ReportAgain, Tag("report_again")]
+    | Annotated[GiveUpLoan, Tag("give_up_loan")]
     | Annotated[UnknownOrder, Tag("unknown")],
     Discriminator(_order_tag),
 ]
@@ -314,6 +262,10 @@ class OccupancyChanged(Message):
     occupancy: OccupancyKind
     owner_id: str | None = None  # engine id, or attempt id for `job`
     loan_id: str | None = None
+    # Which process of the agent saw it, and its how manieth report of this device: between two that follow on each
+    # other the device was watched without a break, however long nobody listened.
+    start_id: str = ""
+    report_no: int = 0
 
 
 class Alert(Message):
@@ -396,6 +348,8 @@ class Register(Message):
     boot_id: str
     machine_id: str
     journal_id: str
+    start_id: str = ""  # made anew by every process of the agent
+    home: str = ""  # of the data directory: a copy of it has another one
     devices: list[DeviceObserved]
     engines: list[EngineDeclared]
     loans: list[HeldLoan]

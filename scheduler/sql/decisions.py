@@ -16,6 +16,7 @@ from ..actions import Action
 from ..lifecycle import JobEvent, JobState, advance_job
 from ..tables import attempts, devices, engines, jobs, loan_devices, loans, nodes
 from .changes import give_order, one_row
+from .history import node_lost_sight
 from .job_writes import new_id
 from .leadership import check_term
 from .writer import Tx
@@ -312,8 +313,11 @@ def _set_reasons(tx: Tx, action: actions.SetReasons) -> None:
 
 def _mark_silent(tx: Tx, action: actions.MarkSilent, now: float) -> None:
     here = (nodes.c.id == action.node_id) & (nodes.c.heard_count == action.heard_count)
-    if not one_row(tx, update(nodes).where(here, nodes.c.silent_since.is_(None)).values(silent_since=now)):
+    mark = update(nodes).where(here, nodes.c.silent_since.is_(None)).values(silent_since=now)
+    last_seen_at = tx.conn.execute(mark.returning(nodes.c.last_seen_at)).scalar_one_or_none()
+    if last_seen_at is None:
         raise _TooLate
+    node_lost_sight(tx, action.node_id, last_seen_at)
     tx.event(
         "node_silent",
         "the node has not been heard of for its lease; its attempts are unknown, nothing is started there",

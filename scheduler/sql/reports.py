@@ -19,6 +19,7 @@ from ...agents.protocol.wire import (
     LoanStepTaken,
     OccupancyChanged,
     OrderAnswer,
+    ReportAgain,
     ReportBatch,
     ReportEnvelope,
     ReportsAnswer,
@@ -26,8 +27,9 @@ from ...agents.protocol.wire import (
 from ..errors import InvalidRequest, NotFound, StaleIncarnation
 from ..tables import attempts, nodes
 from . import attempt_reports, history, inventory, loan_reports, registration
-from .changes import AGENT
+from .changes import AGENT, give_order
 from .database import is_fault_of_the_request
+from .leadership import ruling_term
 from .writer import Tx
 
 REPORTS_MAX: Final = 500
@@ -76,6 +78,7 @@ def take(tx: Tx, batch: ReportBatch, now: float) -> ReportsAnswer:
     tx.conn.execute(update(nodes).where(nodes.c.id == batch.node_id).values(**values))
     if node["silent_since"] is not None:
         tx.event("node_back", "the node speaks again", now, node_id=batch.node_id)
+        give_order(tx, batch.node_id, ReportAgain(), ruling_term(tx), now)
         tx.touch("nodes", "jobs", "decide")
     return ReportsAnswer(acknowledged=acknowledged, unsupported=unsupported)
 
