@@ -31,9 +31,9 @@ from .loan import Loan
 from .log_sender import LogSender
 from .node import Node
 from .node_files import NodeFile, replace_json
-from .opening import open_devices, open_journal
+from .opening import open_devices, open_home, open_journal
 from .orders import Orders
-from .processes import identity
+from .processes import boot_id, identity
 from .protocol.loans import LoanState
 from .protocol.wire import (
     AttemptChanged,
@@ -71,6 +71,7 @@ class Daemon:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise ConfigError(f"data_dir {self.data_dir}: another agent runs with this directory") from None
+        self.home = open_home(self.data_dir, boot_id())
         reserve = DiskReserve(self.data_dir / RESERVE_NAME, settings.journal_reserve_bytes)
         devices = open_devices(settings)
         self.journal, corrupt = open_journal(self.data_dir, reserve, devices)
@@ -260,6 +261,8 @@ class Daemon:
             boot_id=self.node.boot_id,
             machine_id=_machine_id(self.file),
             journal_id=self.journal.journal_id,
+            start_id=self.node.start_id,
+            home=self.home,
             devices=devices,
             engines=[
                 EngineDeclared(
@@ -279,9 +282,11 @@ class Daemon:
         )
 
     async def _on_registered(self, registered: Registered) -> None:
-        self.journal.raise_to("term", registered.term)
-        self.journal.raise_to("incarnation", registered.incarnation)
-        self.journal.raise_to("orders_after", registered.orders_after)
+        # On disk before it is used: a journal that does not know it is taken for an older copy after a reboot.
+        with self.journal.together(flush=True):
+            self.journal.raise_to("term", registered.term)
+            self.journal.raise_to("incarnation", registered.incarnation)
+            self.journal.raise_to("orders_after", registered.orders_after)
         for policy in registered.policies:
             if policy.engine_id in self.keepers:
                 self.keepers[policy.engine_id].set_policy(policy.version, policy.policy)

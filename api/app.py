@@ -164,6 +164,9 @@ def _problem_of_scheduler(error: errors.SchedulerError) -> Problem:
             return Problem("policy_locked", text)
         case errors.StaleIncarnation():
             return Problem("stale_agent", text, extra={"current_incarnation": error.current})
+        case errors.DuplicateIdentity():
+            wait = error.retry_after_seconds
+            return Problem("duplicate_identity", text, headers={} if wait is None else {"Retry-After": str(wait)})
         case errors.Conflict():
             ended = error.state in jobs.ENDED
             return Problem("job_ended" if ended else "conflict", text, extra={"state": error.state})

@@ -27,6 +27,7 @@ PROBLEMS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
         "no_attempt_yet": (409, "The job has not been started yet"),
         "policy_locked": (409, "The policy is locked by the agent's configuration"),
         "stale_agent": (409, "A newer agent process has registered for this node"),
+        "duplicate_identity": (409, "Another agent has this node's identity"),
         "conflict": (409, "The request does not fit the current state"),
         "log_expired": (410, "The log is no longer kept"),
         "relay_gone": (410, "Nobody reads this log any more"),

@@ -6,7 +6,7 @@ SchedulerError
 │   ├── PolicyLocked         the agent's TOML rules
 │   ├── VersionConflict      If-Match did not match (``current_version``)
 │   ├── StaleIncarnation     a newer registration of the node rules: register again
-│   └── DuplicateIdentity    another machine uses this node's id
+│   └── DuplicateIdentity    another agent has this node's id (``retry_after_seconds``)
 ├── InvalidRequest           a value cannot be used (``field``)
 │   ├── IdempotencyMismatch  the same key with another body
 │   └── Unsatisfiable        no known node could ever run it (``largest_bytes``)
@@ -59,12 +59,12 @@ class StaleIncarnation(Conflict):
 
 
 class DuplicateIdentity(Conflict):
-    def __init__(self, node_id: str) -> None:
-        super().__init__(
-            f"node {node_id} is registered from another machine (machine-id differs);"
-            " give this agent a data directory of its own"
-        )
+    """``retry_after_seconds`` is None where waiting cannot help."""
+
+    def __init__(self, node_id: str, detail: str, *, retry_after_seconds: int | None = None) -> None:
+        super().__init__(f"node {node_id}: {detail}")
         self.node_id = node_id
+        self.retry_after_seconds = retry_after_seconds
 
 
 class InvalidRequest(SchedulerError):

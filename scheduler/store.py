@@ -15,7 +15,7 @@ from sqlalchemy import Connection
 from ..agents.protocol.policy import EnginePolicy
 from ..agents.protocol.wire import Order, OrderEnvelope, Register, Registered, ReportBatch, ReportsAnswer
 from .actions import Action
-from .errors import DatabaseUnavailable, NotLeader, StaleIncarnation
+from .errors import DatabaseUnavailable, DuplicateIdentity, NotLeader, StaleIncarnation
 from .lifecycle import JobState
 from .model import (
     AttemptRow,
@@ -48,6 +48,7 @@ from .sql.writer import Tx, Writer
 T = TypeVar("T")
 
 _READERS = 4
+_REFUSED_MAX = 1000
 
 
 class Store:
@@ -68,6 +69,7 @@ class Store:
         self._engine: database.ReadEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._term = 0
+        self._refused: list[str] = []  # agents that were told that their node's id is another one's
 
     @property
     def url(self) -> str:
@@ -212,10 +214,21 @@ class Store:
             raised = leadership.raise_term(tx, register.term, led_by)
             return raised, registration.register(tx, register, now, self._lease_seconds)
 
-        raised, answer = await self._write(work)
+        try:
+            raised, answer = await self._write(work)
+        except DuplicateIdentity as error:
+            await self._note_duplicate(register, str(error), now)
+            raise
         if self._term == led_by:
             self._term = raised
         return answer
+
+    async def _note_duplicate(self, register: Register, sentence: str, now: float) -> None:
+        """An alert, once per process of an agent: it comes back every few seconds."""
+        who = f"{register.node_id} {register.machine_id} {register.boot_id} {register.start_id}"
+        if who not in self._refused:
+            self._refused = [*self._refused[-_REFUSED_MAX:], who]
+            await self._write(lambda tx: agent_writes.note_duplicate(tx, register, sentence, now))
 
     async def take_reports(self, batch: ReportBatch, now: float) -> ReportsAnswer:
         """Also an empty batch is a sign of life. Raises NotFound (register first), StaleIncarnation, InvalidRequest."""

@@ -79,6 +79,8 @@ class ModelAgent:
         self.when = when
         self.journal_id = "journal"
         self.boot_id = "boot"
+        self.start_id = "start"
+        self.home = "home"
         self.machine_id = f"machine-of-{node_id}"
         self.loans: dict[str, HeldLoan] = {}
         self.attempts: dict[str, AttemptChanged] = {}
@@ -98,6 +100,8 @@ class ModelAgent:
             boot_id=self.boot_id,
             machine_id=self.machine_id,
             journal_id=self.journal_id,
+            start_id=self.start_id,
+            home=self.home,
             devices=self.devices,
             engines=[EngineDeclared(engine=each, policy=policy) for each in self.engines],
             loans=list(self.loans.values()),

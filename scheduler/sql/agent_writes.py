@@ -1,10 +1,10 @@
-"""Orders that are no decisions, and incarnations of a database that is gone."""
+"""Orders that are no decisions, incarnations of a database that is gone, and agents that were refused."""
 
 from __future__ import annotations
 
 from sqlalchemy import update
 
-from ...agents.protocol.wire import Order
+from ...agents.protocol.wire import Order, Register
 from ..tables import nodes
 from .changes import give_order
 from .leadership import ruling_term
@@ -21,4 +21,15 @@ def raise_incarnation(tx: Tx, node_id: str, incarnation: int) -> None:
     last commits (failover, restored copy). The next registration has to be above it, or the node refuses it."""
     tx.conn.execute(
         update(nodes).where(nodes.c.id == node_id, nodes.c.incarnation < incarnation).values(incarnation=incarnation)
+    )
+
+
+def note_duplicate(tx: Tx, register: Register, sentence: str, now: float) -> None:
+    tx.event(
+        "alert",
+        sentence,
+        now,
+        severity="critical",
+        node_id=register.node_id,
+        data={"code": "duplicate_identity", "name": register.name, "boot_id": register.boot_id, "home": register.home},
     )

@@ -40,11 +40,12 @@ from ...agents.protocol.wire import (
     Register,
     Registered,
 )
-from ..errors import DuplicateIdentity, InvalidRequest, NotFound, StaleIncarnation
+from ..errors import InvalidRequest, NotFound, StaleIncarnation
 from ..tables import attempts, devices, engines, loans, nodes, orders
-from . import adoption, inventory
+from . import adoption, history, inventory
 from .changes import end_attempt, lose_sight, set_loan_state
 from .leadership import ruling_term
+from .succession import check_successor
 from .writer import Tx
 
 _HELD_MAX: Final = 10_000
@@ -63,7 +64,7 @@ def register(tx: Tx, register: Register, now: float, lease_seconds: float) -> Re
         > _MARK_MAX
     ):
         raise InvalidRequest("incarnation", f"the marks that a node has persisted are at most {_MARK_MAX}")
-    node = _write_node(tx, register, now)
+    node = _write_node(tx, register, now, lease_seconds)
     _write_inventory(tx, register, now)
     adoption.raise_epochs(tx, register.epochs)
     recall = adoption.adopt_loans(tx, register, now)
@@ -90,7 +91,7 @@ def register(tx: Tx, register: Register, now: float, lease_seconds: float) -> Re
     )
 
 
-def _write_node(tx: Tx, register: Register, now: float) -> RowMapping:
+def _write_node(tx: Tx, register: Register, now: float, lease_seconds: float) -> RowMapping:
     """A new incarnation, and a fence above every order given so far; both above what the node has persisted, which
     a database that is new, older or restored does not know."""
     here = nodes.c.id == register.node_id
@@ -102,6 +103,8 @@ def _write_node(tx: Tx, register: Register, now: float) -> RowMapping:
         "boot_id": register.boot_id,
         "machine_id": register.machine_id,
         "journal_id": register.journal_id,
+        "start_id": register.start_id,
+        "home": register.home,
         "newest_report": register.newest_report,
         "last_seen_at": now,
         "silent_since": None,
@@ -113,8 +116,10 @@ def _write_node(tx: Tx, register: Register, now: float) -> RowMapping:
         values |= dict.fromkeys(("order_seq", "fence_seq"), register.orders_after + 1)
         tx.conn.execute(insert(nodes).values(id=register.node_id, **values))
     else:
-        if old["machine_id"] != register.machine_id:
-            raise DuplicateIdentity(register.node_id)
+        check_successor(old, register, now, lease_seconds)
+        if old["silent_since"] is None and now - old["last_seen_at"] > lease_seconds:
+            # Nobody was there to call it silent: the server was away too.
+            history.node_lost_sight(tx, register.node_id, old["last_seen_at"])
         values |= {
             "incarnation": max(old["incarnation"], register.incarnation) + 1,
             **dict.fromkeys(("order_seq", "fence_seq"), max(old["order_seq"], register.orders_after) + 1),
@@ -141,6 +146,8 @@ def _write_inventory(tx: Tx, register: Register, now: float) -> None:
         inventory.device_observed(tx, node_id, device, now)
     for declared in register.engines:
         _declare_engine(tx, node_id, declared, now)
+    gone = select(devices.c.id).where(devices.c.node_id == node_id, ~devices.c.present)
+    history.node_lost_sight(tx, node_id, now, tx.conn.execute(gone).scalars().all())
 
 
 def _declare_engine(tx: Tx, node_id: str, declared: EngineDeclared, now: float) -> None:

@@ -47,7 +47,7 @@ async def test_another_machine_with_the_same_node_id_is_refused(http: httpx.Asyn
         "journal_id": "j", "devices": [], "engines": [], "loans": [], "attempts": [],
     }  # fmt: skip
     answer = await http.post("/agent/register", json=body)
-    assert (answer.status_code, answer.json()["code"]) == (409, "conflict")
+    assert (answer.status_code, answer.json()["code"]) == (409, "duplicate_identity")
     assert "data directory of its own" in answer.json()["detail"]
 
 

@@ -161,7 +161,9 @@ async def test_a_reboot_ends_what_ran(store: Store, agent: ModelAgent, ordered: 
     await agent.run(ordered, ordered.attempts[0])
     agent.loans.clear()
     agent.attempts.clear()
-    agent.boot_id, agent.journal_id = "later", "another"
+    agent.boot_id, agent.start_id, agent.journal_id = "later", "another", "another"
+    [node] = (await store.load_snapshot(0.0)).nodes
+    await store.commit([MarkSilent(node.id, node.heard_count)], time.time())
     await agent.register(use=False)
     assert (await job_of(store, ordered)).state is JobState.RUNNING
     await agent.orders()

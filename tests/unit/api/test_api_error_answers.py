@@ -17,7 +17,7 @@ from lull.scheduler import errors
         (errors.PolicyLocked("e"), 409, "policy_locked", {}),
         (errors.VersionConflict(1, 3), 412, "version_mismatch", {"current_version": 3}),
         (errors.StaleIncarnation("n", "old", 4), 409, "stale_agent", {"current_incarnation": 4}),
-        (errors.DuplicateIdentity("n"), 409, "conflict", {}),
+        (errors.DuplicateIdentity("n", "is another"), 409, "duplicate_identity", {}),
         (errors.InvalidRequest("cursor", "is foreign"), 422, "invalid_request", {}),
         (errors.IdempotencyMismatch("k"), 422, "idempotency_mismatch", {}),
         (
