@@ -32,6 +32,7 @@ from lull.agents.processes import find_by_environ, identity, send_signal, wait_e
 from lull.agents.protocol.loans import LoanState, LoanStep
 from lull.agents.protocol.wire import AttemptSpec, GateState, OpenLoan, OrderEnvelope
 from lull.agents.settings import AgentSettings
+from tests import kept_nodes
 from tests.waiting import wait_until_async
 
 MIB = 1 << 20
@@ -67,12 +68,16 @@ class EngineUnderTest:
 class AgentNode:
     """Starts and restarts the agent of one directory; everything else lives on, as it would."""
 
-    def __init__(self, root: Path, engines: list[EngineUnderTest], capacities: list[int]) -> None:
+    def __init__(
+        self, root: Path, engines: list[EngineUnderTest], capacities: list[int], *, gateway_port: int | None = None
+    ) -> None:
         self.root = root
         self.engines = engines
+        self.capacities = capacities
+        self.may_be_kept = False
         self.commands: dict[str, list[str]] = {}
         self.owned: dict[str, subprocess.Popen[bytes]] = {}
-        self.gateway_port = free_port()
+        self.gateway_port = gateway_port or free_port()
         self.token_file = root / "token"
         self.token_file.write_text("lull_test")
         self.settings = AgentSettings.model_validate(
@@ -101,8 +106,9 @@ class AgentNode:
 
     def _engine(self, engine: EngineUnderTest) -> dict[str, Any]:
         key = self.root / f"{engine.name}.key"
-        key.write_text(secrets.token_hex(16))
-        key.chmod(0o600)
+        if not key.exists():
+            key.write_text(secrets.token_hex(16))
+            key.chmod(0o600)
         command = [
             *(str(Path(sys.executable).with_name("lull")), "engine", "serve", "--name", engine.name),
             *("--port", str(engine.port), "--device", str(self.root / f"device{engine.devices[0]}")),
@@ -327,9 +333,10 @@ class AgentNode:
 async def agent_node(
     root: Path, *engines: EngineUnderTest, capacities: list[int] | None = None
 ) -> AsyncIterator[AgentNode]:
-    """A started node whose engines are verified; everything is ended afterwards."""
+    """A started node whose engines are verified. Its processes are another test's, if one left them in order."""
     wanted = list(engines) or [EngineUnderTest()]
-    node = AgentNode(root, wanted, capacities or [16 * MIB])
+    node = await kept_nodes.take(root, wanted, capacities or [16 * MIB])
+    kept = False
     try:
         await node.start()
         for engine in wanted:
@@ -337,6 +344,8 @@ async def agent_node(
                 node.start_owned(engine.name)
         await node.ready()
         yield node
+        kept = await kept_nodes.keep(node)
     finally:
-        await node.end_everything()
-        assert not [pid for pid in (node._engine_ids or {}).values() for pid in find_by_environ("LULL_ENGINE", pid)]
+        if not kept:
+            await node.end_everything()
+            assert not [pid for it in (node._engine_ids or {}).values() for pid in find_by_environ("LULL_ENGINE", it)]

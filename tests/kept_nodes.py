@@ -1,0 +1,94 @@
+"""Nodes that a test left in order, for the next test that wants the same one: an engine takes seconds to start.
+
+What is kept is what an agent that stops leaves alive: engines and gateway. The next test's agent is a new one, with a
+new journal; it adopts them as it would after a restart, and has to take its own golden answers. An engine that was told
+to go wrong, or that is not verified and routed when its test ends, is not kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lull.agents.engine_keeper import EngineKeeper
+from lull.agents.protocol.wire import EngineState, GateState
+
+if TYPE_CHECKING:
+    from tests.agent_node import AgentNode, EngineUnderTest
+
+_KEPT_MAX: Final = 2  # each engine has torch in its memory
+_STAYS: Final = frozenset({"node.json", "engines", "gateway", "gateway.sock"})  # in the agent's directory
+_kept: dict[str, AgentNode] = {}
+
+
+async def take(root: Path, engines: list[EngineUnderTest], capacities: list[int]) -> AgentNode:
+    """A kept node that is like the one wanted, its files linked into ``root``; else one that is not started yet."""
+    from tests.agent_node import AgentNode
+
+    # A directory that is there already is something special to its test, a small disk for example.
+    own = (root / "agent").exists() or any(engine.faults or engine.extra or engine.attached for engine in engines)
+    found = None if own else _kept.pop(_key(engines, capacities), None)
+    if found is None:
+        node = AgentNode(root, engines, capacities)
+        node.may_be_kept = not own
+        return node
+    for engine, running in zip(engines, found.engines, strict=True):
+        engine.port = running.port
+    for file in found.root.iterdir():
+        if not (root / file.name).exists():
+            (root / file.name).symlink_to(file)
+    node = AgentNode(found.root, engines, capacities, gateway_port=found.gateway_port)
+    node._children, node._engine_ids = found._children, found._engine_ids
+    node.may_be_kept = True
+    return node
+
+
+async def keep(node: AgentNode) -> bool:
+    """Stops the agent and keeps the rest; False, with nothing done, if that rest is not in order."""
+    if node.daemon is None or not node.may_be_kept or node.daemon.loans:
+        return False
+    if not all(_in_order(keeper) for keeper in node.daemon.keepers.values()):
+        return False
+    node.keeper(node.engines[0].name)  # remembers the ids by which engines are found
+    await node.stop()
+    data_dir = node.root / "agent"
+    for path in data_dir.iterdir():
+        if path.name not in _STAYS:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for engine in node.engines:
+        facts = data_dir / "engines" / engine.name / "facts.json"
+        value: dict[str, Any] = json.loads(facts.read_bytes())
+        value.pop("golden", None)
+        facts.write_text(json.dumps(value))
+        node.witness_path(engine.name).write_bytes(b"")
+    _kept[_key(node.engines, node.capacities)] = node
+    while len(_kept) > _KEPT_MAX:
+        await _kept.pop(next(iter(_kept))).end_everything()
+    return True
+
+
+def end_all() -> None:
+    """At the end of a session."""
+
+    async def end() -> list[BaseException | None]:
+        return await asyncio.gather(*(node.end_everything() for node in _kept.values()), return_exceptions=True)
+
+    ended = asyncio.run(end())
+    _kept.clear()
+    assert not any(ended), ended
+
+
+def _in_order(keeper: EngineKeeper) -> bool:
+    right = keeper.verified_now() and keeper.state is EngineState.RUNNING and keeper.gate_state is GateState.OPEN
+    knows = keeper.footprint == keeper.device_bytes and keeper.data.get("condemned") is None
+    wanted = {tag: str(mode) for tag, mode in keeper.settings.policy.restore_modes.items()}
+    return right and knows and keeper.modes_in_effect() == wanted and not keeper.restart_wanted
+
+
+def _key(engines: list[EngineUnderTest], capacities: list[int]) -> str:
+    modes = [engine.policy.get("restore_modes") for engine in engines]
+    sizes = [(engine.name, engine.weights_bytes, engine.kv_bytes, engine.devices) for engine in engines]
+    return json.dumps([sizes, modes, capacities])
