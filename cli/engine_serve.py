@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -67,10 +68,13 @@ def serve(
 
 
 def _serve(settings: EngineSettings) -> None:
+    gc.disable()  # what torch makes at its import stays: looking through it is a sixth of the import's time
     try:
         from ..vmm.reference_engine.server import serve_engine
     except ImportError as error:
         _leave(f"{error}; the reference engine needs the extra: pip install 'gpu-lull[torch]'", 1)
+    gc.freeze()
+    gc.enable()
     serve_engine(settings)
 
 
