@@ -109,6 +109,9 @@ TREE: Final = Branch(
         ),
         "server": Leaf("server", "server", "Run the server: API and scheduler.", extra="server"),
         "agent": Leaf("agent", "agent", "Run the agent of this node.", extra="agent"),
+        "memory-service": Leaf(
+            "memory_service", "memory_service", "Own pools of device memory that outlive their engines."
+        ),
         "gateway": Leaf("gateway", "gateway", "Run the traffic gateway of this node.", extra="agent"),
     },
 )

@@ -1,0 +1,131 @@
+"""The engine's end of a connection to the memory service: synchronous, and bounded in every wait."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from . import protocol
+from .errors import MalformedFrame, ServiceUnavailable, from_wire
+from .protocol import Message
+
+CONNECT_SECONDS_MAX: Final = 30.0
+CALL_SECONDS_MAX: Final = 30.0
+_RETRY_SECONDS: Final = 0.02
+
+
+class ServiceClient:
+    """One connection; its lock, once it has one, lives as long as it does. Thread-safe: one call at a time."""
+
+    def __init__(self, path: Path, *, connect_seconds_max: float = CONNECT_SECONDS_MAX) -> None:
+        """Waits for a service that is just starting. Raises ServiceUnavailable."""
+        self.path = path
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = _connect(path, connect_seconds_max)
+
+    @property
+    def connected(self) -> bool:
+        """False once a call has failed on the way, or the service has hung up."""
+        with self._lock:
+            if self._socket is None:
+                return False
+            self._socket.settimeout(0)
+            try:
+                alive = self._socket.recv(1, socket.MSG_PEEK) != b""
+            except BlockingIOError:
+                return True
+            except OSError:
+                alive = False
+            if not alive:
+                self._close()
+            return alive
+
+    def call(
+        self, op: str, *, seconds_max: float = CALL_SECONDS_MAX, fd: int | None = None, **fields: Any
+    ) -> tuple[Message, int | None]:
+        """The answer with its descriptor, which is the caller's. Raises what the service raised.
+
+        ServiceUnavailable if there was no answer: then the connection is closed, and its lock is gone.
+        """
+        with self._lock:
+            if self._socket is None:
+                raise ServiceUnavailable(f"memory service {self.path}: the connection is closed")
+            try:
+                self._socket.settimeout(protocol.FRAME_SECONDS_MAX)
+                protocol.send(self._socket, {"op": op, **fields}, fd)
+                received = protocol.receive(self._socket, first_byte_seconds_max=seconds_max)
+            except TimeoutError:
+                self._close()
+                raise ServiceUnavailable(f"memory service {self.path}: no answer to {op} in {seconds_max} s") from None
+            except (OSError, MalformedFrame) as error:
+                self._close()
+                raise ServiceUnavailable(f"memory service {self.path}: {op}: {error}") from error
+            if received is None:
+                self._close()
+                raise ServiceUnavailable(f"memory service {self.path}: it hung up at {op}")
+        answer, answer_fd = received
+        if answer.get("ok") is not True:
+            protocol.close_quietly(answer_fd)
+            raise from_wire(answer.get("error") or {})
+        return answer, answer_fd
+
+    def ask(self, op: str, *, seconds_max: float = CALL_SECONDS_MAX, **fields: Any) -> Message:
+        """As `call`, for what is answered without a descriptor."""
+        answer, fd = self.call(op, seconds_max=seconds_max, **fields)
+        protocol.close_quietly(fd)
+        return answer
+
+    def ask_fd(self, op: str, *, seconds_max: float = CALL_SECONDS_MAX, **fields: Any) -> tuple[Message, int]:
+        """As `call`, for what is answered with a descriptor."""
+        answer, fd = self.call(op, seconds_max=seconds_max, **fields)
+        if fd is None:
+            raise ServiceUnavailable(f"memory service {self.path}: {op} was answered without a descriptor")
+        return answer, fd
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def read_state(path: Path, *, seconds_max: float = 5.0) -> Message:
+    """What the service holds, without any lock. Raises ServiceUnavailable."""
+    return _ask_once(path, "state", seconds_max)
+
+
+def read_events(path: Path, *, after: int = 0, seconds_max: float = 5.0) -> list[Message]:
+    """The newest events of the service, oldest first, without any lock. Raises ServiceUnavailable."""
+    return list(_ask_once(path, "events", seconds_max, after=after)["events"])
+
+
+def _ask_once(path: Path, op: str, seconds_max: float, **fields: Any) -> Message:
+    client = ServiceClient(path, connect_seconds_max=0)
+    try:
+        return client.ask(op, seconds_max=seconds_max, **fields)
+    finally:
+        client.close()
+
+
+def _connect(path: Path, seconds_max: float) -> socket.socket:
+    deadline = time.monotonic() + seconds_max
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(max(1.0, seconds_max))
+            connection.connect(os.fspath(path))
+        except OSError as error:
+            connection.close()
+            starting = isinstance(error, FileNotFoundError | ConnectionRefusedError | BlockingIOError)
+            if not starting or time.monotonic() >= deadline:
+                raise ServiceUnavailable(f"memory service {path}: {error.strerror or error}") from error
+        else:
+            return connection
+        time.sleep(_RETRY_SECONDS)
