@@ -1,29 +1,38 @@
-"""Torch storage in a pool. The only file of the library that imports torch.
+"""Torch storage in a pool: tensors made inside a scope, single tensors, modules and optimizers that exist already.
 
-The pool keeps the memory until it is freed there: a tensor may be dropped at any time, but must not be touched while
-its tag is parked (that is a segmentation fault, not an error).
+What was moved keeps its memory until it is freed in the pool; what a scope has made, until its storage dies. A tensor
+may be dropped at any time, but not touched while its tag is parked: that is a segmentation fault, not an error.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from typing import Final, Protocol, cast
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from .blocks import Allocation
+from .host_driver import HostDriver
 from .pool import Pool
 from .tags import RestoreMode
+from .torch_routing import Buffer, exchange, routed_to, storage_over, storages_in_host_memory
+from .torch_segments import ALIGNMENT_BYTES, segments_of
 
-_ALIGNMENT_BYTES: Final = 64  # what torch's own CPU allocator gives
 
+def torch_scope(pool: Pool, tag: str, mode: RestoreMode | None = None) -> AbstractContextManager[None]:
+    """Every tensor that this thread makes inside gets its storage in the pool, on the pool's device.
 
-class _Swappable(Protocol):
-    """What torch's storages have and its stubs lack."""
+    Scopes nest, also with different modes inside one tag: the innermost counts. A scope belongs to the thread that
+    entered it, and to no other; do not await inside. An operation whose result does not fit raises OutOfDeviceMemory
+    (on CUDA torch.OutOfMemoryError), one while the tag is parked LayoutChanged (on CUDA the same).
+    """
+    if isinstance(pool.driver, HostDriver):
+        return routed_to(segments_of(pool, tag, mode))
+    from .torch_cuda import cuda_scope
 
-    def _swap_data_ptr_(self, other: torch.UntypedStorage) -> None: ...
+    return cuda_scope(pool, tag, mode)
 
 
 def host_tensor(
@@ -34,7 +43,8 @@ def host_tensor(
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     allocation = pool.allocate(count * dtype.itemsize, tag, mode)
-    return _view(allocation, 0, count * dtype.itemsize).view(dtype).view(tuple(shape))
+    storage = storage_over(_buffer(allocation, 0, count * dtype.itemsize))
+    return torch.empty(0, dtype=dtype).set_(storage).view(tuple(shape))
 
 
 def move_module(module: torch.nn.Module, pool: Pool, tag: str, mode: RestoreMode | None = None) -> Allocation | None:
@@ -42,34 +52,54 @@ def move_module(module: torch.nn.Module, pool: Pool, tag: str, mode: RestoreMode
 
     None if the module has no storage. Copies of the module (deepcopy) are outside the pool.
     """
-    storages = _storages(module)
+    return _move([*module.named_parameters(), *module.named_buffers()], pool, tag, mode)
+
+
+def move_optimizer(
+    optimizer: torch.optim.Optimizer, pool: Pool, tag: str, mode: RestoreMode | None = None
+) -> Allocation | None:
+    """Moves the state of an optimizer that has made a step already: before, there is none, and None is returned.
+
+    To have it in the pool from the start, make the first step inside a scope.
+    """
+    return _move(_state_tensors(optimizer), pool, tag, mode)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for position, state in enumerate(optimizer.state.values()):
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name} of parameter {position}", value
+
+
+def _move(
+    tensors: Iterable[tuple[str, torch.Tensor]], pool: Pool, tag: str, mode: RestoreMode | None
+) -> Allocation | None:
+    storages = _unique_storages(tensors)
     if not storages:
         return None
     offsets: list[int] = []
     end = 0
     for storage in storages:
         offsets.append(end)
-        end += -(-storage.nbytes() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    allocation = pool.allocate(end, tag, mode)
-    for storage, offset in zip(storages, offsets, strict=True):
-        inside = _view(allocation, offset, storage.nbytes()).untyped_storage()
-        inside.copy_(storage)
-        cast(_Swappable, storage)._swap_data_ptr_(inside)  # pyright: ignore[reportPrivateUsage]
+        end += -(-storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    with pool.changing_layout(tag):  # no park between the allocation and its contents
+        allocation = pool.allocate(end, tag, mode)
+        for storage, offset in zip(storages, offsets, strict=True):
+            exchange(storage, _buffer(allocation, offset, storage.nbytes()))
     return allocation
 
 
-def _storages(module: torch.nn.Module) -> list[torch.UntypedStorage]:
+def _unique_storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[torch.UntypedStorage]:
     """Each storage once, however many parameters and views share it."""
     unique: dict[int, torch.UntypedStorage] = {}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for name, tensor in tensors:
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; only tensors in host memory can move into a host pool")
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
+        for storage in storages_in_host_memory(tensor):
             unique.setdefault(storage.data_ptr(), storage)
     return list(unique.values())
 
 
-def _view(allocation: Allocation, offset: int, nbytes: int) -> torch.Tensor:
-    buffer = (ctypes.c_uint8 * nbytes).from_address(allocation.address + offset)
-    return torch.frombuffer(buffer, dtype=torch.uint8)
+def _buffer(allocation: Allocation, offset: int, nbytes: int) -> Buffer:
+    return (ctypes.c_uint8 * nbytes).from_address(allocation.address + offset)
