@@ -82,7 +82,10 @@ class Driver(Protocol):
         ...
 
     def map(self, address: int, nbytes: int, handle: Handle) -> None:
-        """Puts the handle at a reserved address, without access until set_access."""
+        """Puts the handle at a reserved range, or at a part of one, without access until set_access.
+
+        A handle may be mapped at several places. set_access and unmap are for exactly what was mapped.
+        """
         ...
 
     def set_access(self, address: int, nbytes: int, access: Access) -> None: ...

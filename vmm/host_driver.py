@@ -103,6 +103,7 @@ class HostDriver:
         self._lock = threading.Lock()  # guards the tables below; never held over a copy or a page fault
         self._reserved: dict[int, int] = {}
         self._mapped: dict[int, _Physical] = {}
+        self._in_parts: set[int] = set()  # reserved ranges with mappings that are smaller than they
         self._physical: dict[str, _Physical] = {}
         self._undischarged: set[str] = set()
         self._calls: dict[str, int] = {}
@@ -174,12 +175,14 @@ class HostDriver:
     def free_address(self, address: int, nbytes: int) -> None:
         self._enter("free_address", nbytes)
         with self._lock:
-            self._require_reserved("free_address", address, nbytes)
-            if address in self._mapped:
+            if self._reserved.get(address) != nbytes:
+                raise DriverError("free_address", f"{address:#x} with {nbytes} bytes is not a reserved range")
+            if self._is_mapped(address, nbytes):
                 raise DriverError("free_address", f"{address:#x} is still mapped; unmap it first")
             with _os_errors_as("free_address"):
                 host_memory.unmap_pages(address, nbytes)
             del self._reserved[address]
+            self._in_parts.discard(address)
 
     def create(self, nbytes: int) -> Handle:
         self._enter("create", nbytes)
@@ -202,9 +205,9 @@ class HostDriver:
     def map(self, address: int, nbytes: int, handle: Handle) -> None:
         self._enter("map", nbytes)
         with self._lock:
-            self._require_reserved("map", address, nbytes)
+            start = self._reserved_around("map", address, nbytes)
             physical = self._require_held("map", handle)
-            if address in self._mapped:
+            if self._is_mapped(address, nbytes):
                 raise DriverError("map", f"{address:#x} is mapped already; unmap it first")
             if handle.nbytes != nbytes:
                 raise DriverError("map", f"the handle has {handle.nbytes} bytes, the range {nbytes}")
@@ -215,6 +218,8 @@ class HostDriver:
                     host_memory.advise_pages(address, nbytes, host_memory.MADV_HUGEPAGE)
             physical.mappings += 1
             self._mapped[address] = physical
+            if self._reserved[start] != nbytes:
+                self._in_parts.add(start)
 
     def set_access(self, address: int, nbytes: int, access: Access) -> None:
         self._enter("set_access", nbytes)
@@ -353,15 +358,26 @@ class HostDriver:
         os.close(physical.fd)
         self._discharge(physical.handle.key)
 
-    def _require_reserved(self, verb: str, address: int, nbytes: int) -> None:
-        if self._reserved.get(address) != nbytes:
-            raise DriverError(verb, f"{address:#x} with {nbytes} bytes is not a reserved range")
+    def _reserved_around(self, verb: str, address: int, nbytes: int) -> int:
+        """Where the reserved range begins that this is, or is a part of."""
+        if self._reserved.get(address, 0) >= nbytes:
+            return address
+        for start, reserved_bytes in self._reserved.items():
+            if start <= address and address + nbytes <= start + reserved_bytes:
+                return start
+        raise DriverError(verb, f"{address:#x} with {nbytes} bytes is not in a reserved range")
+
+    def _is_mapped(self, address: int, nbytes: int) -> bool:
+        """Whether anything is mapped there. Ranges that hold several mappings are few: only then all are looked at."""
+        if not self._in_parts:
+            return address in self._mapped
+        return any(at < address + nbytes and address < at + p.handle.nbytes for at, p in self._mapped.items())
 
     def _require_mapped(self, verb: str, address: int, nbytes: int) -> _Physical:
-        self._require_reserved(verb, address, nbytes)
-        if address not in self._mapped:
-            raise DriverError(verb, f"nothing is mapped at {address:#x}")
-        return self._mapped[address]
+        physical = self._mapped.get(address)
+        if physical is None or physical.handle.nbytes != nbytes:
+            raise DriverError(verb, f"nothing of {nbytes} bytes is mapped at {address:#x}")
+        return physical
 
     def _require_held(self, verb: str, handle: Handle) -> _Physical:
         physical = self._physical.get(handle.key)
