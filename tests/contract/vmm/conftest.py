@@ -1,22 +1,23 @@
-"""A driver joins the contract by a line in DRIVERS."""
+"""A driver joins the contract by a line in tests/driver_rigs.py. Everything here also runs on a bare GPU machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lull.vmm.driver import Driver
-from tests.memory import small_driver
-
-DRIVERS: dict[str, Callable[[Path], Driver]] = {
-    "host-discrete": lambda path: small_driver(path / "device", granules=32),
-    "host-unified": lambda path: small_driver(path / "device", granules=32, kind="unified"),
-}
+from tests.driver_rigs import Rig, rig_makers, rig_of
 
 
-@pytest.fixture(params=sorted(DRIVERS))
-def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Driver:
-    """A driver of a device with room for 32 granules that nobody else uses."""
-    return DRIVERS[str(request.param)](tmp_path)
+@pytest.fixture(params=sorted(rig_makers()))
+def rig(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """A device that nobody else uses."""
+    with rig_of(str(request.param), tmp_path, monkeypatch) as rig:
+        yield rig
+
+
+@pytest.fixture
+def driver(rig: Rig) -> Driver:
+    return rig.driver

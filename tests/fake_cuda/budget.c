@@ -1,0 +1,216 @@
+/* The shared account of device memory: one file that every process of the state folder maps.
+ *
+ * A row says that a process holds a piece of memory. A piece is charged once, however many hold it. Rows of dead
+ * processes are dropped at every question, as the driver frees what the killed have held. */
+#define _GNU_SOURCE
+#include "fake.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define ROWS_MAX 4096
+#define MAGIC 0x4c554c4c46414b45ULL
+
+typedef struct {
+    uint64_t key, nbytes, start_ticks;
+    int32_t pid, device, references, unused;
+} Row;
+
+typedef struct {
+    uint64_t magic, next_key;
+    uint64_t capacity_bytes[DEVICES_MAX];
+    int32_t devices, unused;
+    Row rows[ROWS_MAX];
+} Budget;
+
+static Budget *budget;
+static int budget_fd = -1;
+static uint64_t own_start_ticks;
+/* flock is between processes, the mutex between our threads. */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* Field 22 of /proc/PID/stat: a pid may be used again, a pid with its start time is not. 0: the process is gone. */
+static uint64_t start_ticks_of(int pid)
+{
+    char path[64], text[1024];
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
+    ssize_t length = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (length <= 0) return 0;
+    text[length] = 0;
+    char *field = strrchr(text, ')'); /* the name before it may hold anything */
+    if (!field || field[1] != ' ' || field[2] == 'Z' || field[2] == 'X') return 0; /* a zombie holds no memory */
+    field += 2;
+    for (int number = 3; number < 22; number++) {
+        field = strchr(field, ' ');
+        if (!field) return 0;
+        field++;
+    }
+    return strtoull(field, NULL, 10);
+}
+
+static void lock_budget(void)
+{
+    pthread_mutex_lock(&lock);
+    flock(budget_fd, LOCK_EX);
+}
+
+static void unlock_budget(void)
+{
+    flock(budget_fd, LOCK_UN);
+    pthread_mutex_unlock(&lock);
+}
+
+static void begin_budget(void)
+{
+    budget->devices = (int32_t)environment_number("FAKE_CUDA_DEVICES", 1);
+    if (budget->devices > DEVICES_MAX) budget->devices = DEVICES_MAX;
+    for (int device = 0; device < DEVICES_MAX; device++)
+        budget->capacity_bytes[device] = environment_number("FAKE_CUDA_CAPACITY_BYTES", 64 << 20);
+    budget->next_key = 1;
+    budget->magic = MAGIC;
+}
+
+/* 0: opened. Without FAKE_CUDA_STATE this machine has no device. */
+int budget_open(void)
+{
+    if (budget) return 0;
+    const char *folder = getenv("FAKE_CUDA_STATE");
+    char path[4096];
+    if (!folder || snprintf(path, sizeof path, "%s/budget", folder) >= (int)sizeof path) return -1;
+    budget_fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (budget_fd < 0) return -1;
+    lock_budget();
+    struct stat status;
+    void *mapped = MAP_FAILED;
+    if (fstat(budget_fd, &status) == 0 &&
+        (status.st_size >= (off_t)sizeof(Budget) || ftruncate(budget_fd, sizeof(Budget)) == 0))
+        mapped = mmap(NULL, sizeof(Budget), PROT_READ | PROT_WRITE, MAP_SHARED, budget_fd, 0);
+    if (mapped != MAP_FAILED) {
+        budget = mapped;
+        own_start_ticks = start_ticks_of(getpid());
+        if (budget->magic != MAGIC) begin_budget();
+    }
+    unlock_budget();
+    if (budget) return 0;
+    close(budget_fd);
+    return -1;
+}
+
+/* Our rows go with it, as when the process ends. */
+void budget_close(void)
+{
+    if (!budget) return;
+    lock_budget();
+    for (Row *row = budget->rows; row < budget->rows + ROWS_MAX; row++)
+        if (row->references && row->pid == getpid()) memset(row, 0, sizeof *row);
+    unlock_budget();
+    munmap(budget, sizeof(Budget));
+    close(budget_fd);
+    budget = NULL;
+}
+
+static void reap(void)
+{
+    for (Row *row = budget->rows; row < budget->rows + ROWS_MAX; row++)
+        if (row->references && row->start_ticks != (row->pid == getpid() ? own_start_ticks : start_ticks_of(row->pid)))
+            memset(row, 0, sizeof *row);
+}
+
+static uint64_t used_bytes(int device)
+{
+    uint64_t used = 0;
+    for (int i = 0; i < ROWS_MAX; i++) {
+        const Row *row = &budget->rows[i];
+        if (!row->references || row->device != device) continue;
+        int counted = 0;
+        for (int j = 0; j < i && !counted; j++)
+            counted = budget->rows[j].references && budget->rows[j].key == row->key;
+        if (!counted) used += row->nbytes;
+    }
+    return used;
+}
+
+static uint64_t free_bytes_locked(int device)
+{
+    reap();
+    uint64_t used = used_bytes(device), capacity = budget->capacity_bytes[device];
+    return used < capacity ? capacity - used : 0;
+}
+
+static Row *own_row(uint64_t key)
+{
+    for (Row *row = budget->rows; row < budget->rows + ROWS_MAX; row++)
+        if (row->references && row->key == key && row->pid == getpid()) return row;
+    return NULL;
+}
+
+static CUresult hold_locked(int device, uint64_t nbytes, uint64_t key)
+{
+    Row *row = own_row(key);
+    if (row) {
+        row->references++;
+        return CUDA_SUCCESS;
+    }
+    for (row = budget->rows; row < budget->rows + ROWS_MAX; row++) {
+        if (row->references) continue;
+        *row = (Row){key, nbytes, own_start_ticks, getpid(), device, 1, 0};
+        return CUDA_SUCCESS;
+    }
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+int budget_devices(void)
+{
+    return budget ? budget->devices : 0;
+}
+
+uint64_t budget_capacity_bytes(int device)
+{
+    return budget->capacity_bytes[device];
+}
+
+uint64_t budget_free_bytes(int device)
+{
+    lock_budget();
+    uint64_t nbytes = free_bytes_locked(device);
+    unlock_budget();
+    return nbytes;
+}
+
+CUresult budget_charge(int device, uint64_t nbytes, uint64_t *key)
+{
+    CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+    lock_budget();
+    if (nbytes <= free_bytes_locked(device)) {
+        *key = budget->next_key++;
+        result = hold_locked(device, nbytes, *key);
+    }
+    unlock_budget();
+    return result;
+}
+
+CUresult budget_hold(int device, uint64_t nbytes, uint64_t key)
+{
+    lock_budget();
+    CUresult result = hold_locked(device, nbytes, key);
+    unlock_budget();
+    return result;
+}
+
+void budget_drop(uint64_t key)
+{
+    lock_budget();
+    Row *row = own_row(key);
+    if (row && --row->references == 0) memset(row, 0, sizeof *row);
+    unlock_budget();
+}
