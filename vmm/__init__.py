@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from .blocks import Allocation
     from .control import CONTROL_PATHS, control_app
+    from .control_client import ControlClient, ControlError
+    from .cuda_driver import CudaDriver
     from .driver import Access, CopyLane, Driver, Handle
     from .errors import (
         AdmissionClosed,
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
         DeviceFailed,
         DrainTimeout,
         DriverError,
+        HostMemoryNotPinned,
+        ImmutableChanged,
         LayoutChanged,
         LedgerBusy,
         LullMemoryError,
@@ -34,8 +38,11 @@ if TYPE_CHECKING:
     from .host_driver import HostDriver
     from .lifecycle import MemoryState
     from .pool import Pool
+    from .pool_like import PoolLike
     from .runtime import MemoryStatus, Runtime
     from .signing import ControlAuthError, RequestVerifier, new_headers, sign
+    from .sleep_config import InvalidSleepConfig, SleepConfig
+    from .statistics import TagStatistics
     from .tags import InvalidTag, RestoreMode
     from .torch_scope import host_tensor, move_module
 
@@ -47,7 +54,10 @@ _MODULE_OF: Final = {
     "AlreadyParked": "errors",
     "ContentsLost": "errors",
     "ControlAuthError": "signing",
+    "ControlClient": "control_client",
+    "ControlError": "control_client",
     "CopyLane": "driver",
+    "CudaDriver": "cuda_driver",
     "DeviceFailed": "errors",
     "DrainTimeout": "errors",
     "Driver": "driver",
@@ -55,6 +65,9 @@ _MODULE_OF: Final = {
     "Handle": "driver",
     "HostDevice": "host_device",
     "HostDriver": "host_driver",
+    "HostMemoryNotPinned": "errors",
+    "ImmutableChanged": "errors",
+    "InvalidSleepConfig": "sleep_config",
     "InvalidTag": "tags",
     "LayoutChanged": "errors",
     "LedgerBusy": "errors",
@@ -64,11 +77,14 @@ _MODULE_OF: Final = {
     "OutOfDeviceMemory": "errors",
     "OutOfHostMemory": "errors",
     "Pool": "pool",
+    "PoolLike": "pool_like",
     "ProcessKey": "host_device",
     "RequestVerifier": "signing",
     "RestoreMode": "tags",
     "Runtime": "runtime",
     "RuntimeFailed": "errors",
+    "SleepConfig": "sleep_config",
+    "TagStatistics": "statistics",
     "TransitionInProgress": "errors",
     "TransitionRefused": "errors",
     "UnsupportedMode": "errors",
@@ -87,7 +103,10 @@ __all__ = [
     "AlreadyParked",
     "ContentsLost",
     "ControlAuthError",
+    "ControlClient",
+    "ControlError",
     "CopyLane",
+    "CudaDriver",
     "DeviceFailed",
     "DrainTimeout",
     "Driver",
@@ -95,6 +114,9 @@ __all__ = [
     "Handle",
     "HostDevice",
     "HostDriver",
+    "HostMemoryNotPinned",
+    "ImmutableChanged",
+    "InvalidSleepConfig",
     "InvalidTag",
     "LayoutChanged",
     "LedgerBusy",
@@ -104,11 +126,14 @@ __all__ = [
     "OutOfDeviceMemory",
     "OutOfHostMemory",
     "Pool",
+    "PoolLike",
     "ProcessKey",
     "RequestVerifier",
     "RestoreMode",
     "Runtime",
     "RuntimeFailed",
+    "SleepConfig",
+    "TagStatistics",
     "TransitionInProgress",
     "TransitionRefused",
     "UnsupportedMode",
