@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-pytest_plugins = ["tests.databases"]
+pytest_plugins = ["tests.databases", "tests.fake_cuda.fixtures"]
