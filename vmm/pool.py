@@ -107,6 +107,10 @@ class Pool:
             self.driver.free_address(allocation.address, allocation.reserved_bytes)
             block.free_backup()
 
+    def restore_mode(self, tag: str, mode: RestoreMode | None = None) -> RestoreMode:
+        """What an allocation of the tag would get. Raises as `allocate` does for a tag or mode that cannot be."""
+        return self._modes.choose(tag, mode)
+
     def adopt(self, allocation: Allocation, handle: Handle) -> None:
         """Takes over memory that another allocator has made: mapped read-write at its address by this pool's driver.
 
