@@ -32,6 +32,9 @@ def serve(
         Path | None, typer.Option(help="Key of the control routes. [default: $LULL_ENGINE_CONTROL_KEY]")
     ] = None,
     witness: Annotated[Path | None, typer.Option(help="File to note every generation request in.")] = None,
+    memory_service: Annotated[
+        Path | None, typer.Option(metavar="SOCKET", help="Keep the weights in this memory service. [default: own]")
+    ] = None,
     threads: Annotated[int, typer.Option(help="Threads that compute.")] = 1,
     token_delay: Annotated[float, typer.Option(metavar="SECONDS", help="Wait after each token.")] = 0.0,
     fault: Annotated[
@@ -56,6 +59,7 @@ def serve(
             restore_modes=checks.parse_restore_modes(restore_mode or []),
             immutable=immutable,
             witness=witness,
+            memory_service=memory_service,
             threads=threads,
             token_delay_seconds=token_delay,
             faults=parse_faults(fault or []),

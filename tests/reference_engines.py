@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,7 @@ class EngineProcess:
     device: HostDevice
     witness_path: Path
     url: str = ""
+    said: dict[str, Any] = field(default_factory=dict)  # its one line on stdout
 
     @property
     def pid(self) -> int:
@@ -145,7 +146,8 @@ class EngineProcess:
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
         line = wait_until(self._first_line, START_SECONDS_MAX, "the engine listening")
-        self.url = json.loads(line)["listening"]
+        self.said = json.loads(line)
+        self.url = self.said["listening"]
 
     def _first_line(self) -> str:
         assert self.process.stdout is not None

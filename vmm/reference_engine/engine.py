@@ -6,18 +6,28 @@
 4. serve `control_app(runtime, key)` (the server does).
 
 After a wake the tensors are where they were: nothing is rebuilt, no pointer changes.
+
+With a memory service the weights are a second pool, which outlives this process: whoever comes first fills and commits
+it, all others map it read-only.
 """
 
 from __future__ import annotations
 
+import ctypes
+import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..blocks import Allocation
+from ..driver import Driver
 from ..host_driver import HostDriver
 from ..pool import Pool
+from ..pool_like import PoolLike
 from ..runtime import Runtime
+from ..service.errors import StaleLayout
+from ..service.pool import Piece, ServicePool
 from ..torch_scope import host_tensor
 from .faults import FaultyRuntime
 from .model import FLOAT_BYTES, Model, Shape
@@ -29,25 +39,72 @@ class Engine:
     model: Model
     pool: Pool
     runtime: Runtime
+    weights_came: str = "loaded"  # or "attached"
+    weights_seconds: float = 0.0  # that this took
+    shared: ServicePool | None = None
+
+    def allocations(self) -> tuple[Allocation, ...]:
+        return (*self.pool.allocations(), *(() if self.shared is None else self.shared.allocations()))
+
+    def bytes_by_tag(self) -> dict[str, int]:
+        return {**self.pool.bytes_by_tag(), **({} if self.shared is None else self.shared.bytes_by_tag())}
 
 
 def build_engine(settings: EngineSettings) -> Engine:
     """Raises ValueError for sizes that make no model, OutOfDeviceMemory and OutOfHostMemory for lack of room."""
     torch.set_num_threads(settings.threads)  # the last bits of a sum depend on it
     shape = Shape.for_bytes(settings.weights_bytes)
+    driver = HostDriver(settings.device)
     pool = Pool(
-        HostDriver(settings.device),
+        driver,
         restore_modes=settings.restore_modes,
         immutable_tags=frozenset({WEIGHTS_TAG}) if settings.immutable else frozenset(),
     )
+    began = time.monotonic()
+    if settings.memory_service is not None:
+        return _build_on_service(settings, shape, driver, pool, began)
     # One allocation a tag: many small ones would each be rounded up to the device's granularity.
     weights = _floats(pool, shape.weight_floats, WEIGHTS_TAG)
-    kv_cache = _floats(pool, settings.kv_cache_bytes // FLOAT_BYTES, KV_CACHE_TAG)
-    model = Model(shape, weights, kv_cache)
+    model = Model(shape, weights, _kv_cache(settings, pool))
     model.fill_weights(settings.seed)
+    seconds = time.monotonic() - began
     pool.warm_backups()  # of PINNED tags: a park must not be the first to ask for that memory
-    runtime = FaultyRuntime(pool, settings.faults, WEIGHTS_TAG) if settings.faults else Runtime(pool)
-    return Engine(model, pool, runtime)
+    runtime = FaultyRuntime([pool], settings.faults, WEIGHTS_TAG) if settings.faults else Runtime(pool)
+    return Engine(model, pool, runtime, weights_seconds=seconds)
+
+
+def _build_on_service(settings: EngineSettings, shape: Shape, driver: Driver, pool: Pool, began: float) -> Engine:
+    """The weights belong to the service. Raises StaleLayout if other weights lie under their name."""
+    assert settings.memory_service is not None, "the caller has looked"
+    shared = ServicePool(
+        driver,
+        settings.memory_service,
+        f"reference/{shape.weight_floats}/{settings.seed}",  # all that the weights depend on
+        tag=WEIGHTS_TAG,
+        mode=settings.restore_modes[WEIGHTS_TAG],
+        keep_backup=settings.immutable,
+    )
+    described = {"dtype": "float32", "count": shape.weight_floats, "seed": settings.seed}
+    came = "loaded" if shared.writer else "attached"
+    if shared.writer:
+        shared.build({WEIGHTS_TAG: Piece(shape.weight_bytes, described)})
+    region = shared.regions().get(WEIGHTS_TAG)
+    if region is None or region.value != described or region.nbytes != shape.weight_bytes:
+        raise StaleLayout(f"pool {shared.name} of the memory service does not hold {described}")
+    weights = torch.frombuffer((ctypes.c_uint8 * region.nbytes).from_address(region.address), dtype=torch.float32)
+    model = Model(shape, weights, _kv_cache(settings, pool))
+    if shared.writer:
+        model.fill_weights(settings.seed)
+        shared.commit()  # from here on a write would be fatal, here as in every other engine
+    seconds = time.monotonic() - began
+    pool.warm_backups()
+    pools: list[PoolLike] = [pool, shared]
+    runtime = FaultyRuntime(pools, settings.faults, WEIGHTS_TAG) if settings.faults else Runtime(pools)
+    return Engine(model, pool, runtime, came, seconds, shared)
+
+
+def _kv_cache(settings: EngineSettings, pool: Pool) -> Tensor:
+    return _floats(pool, settings.kv_cache_bytes // FLOAT_BYTES, KV_CACHE_TAG)
 
 
 def _floats(pool: Pool, count: int, tag: str) -> Tensor:

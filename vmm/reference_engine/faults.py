@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from ..errors import TransitionRefused
 from ..lifecycle import MemoryState
 from ..pool import Pool
+from ..pool_like import PoolLike
 from ..runtime import Runtime
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class Fault(StrEnum):
     WRONG_AFTER_WAKE = "wrong-after-wake"  # from the wake on, the first token of each answer is wrong
 
 
+# They need the device memory or the backup of the weights to be this process's own.
+OF_OWN_WEIGHTS: Final = frozenset({Fault.KEEP_MEMORY, Fault.LOSE_WEIGHTS, Fault.OVERWRITE_BLOCK})
+
 FaultPlan = Mapping[Fault, int | None]  # how many times each; None: always
 
 
@@ -56,9 +60,12 @@ def parse_faults(texts: Sequence[str]) -> FaultPlan:
 class FaultyRuntime(Runtime):
     """A Runtime that goes wrong as planned. Counts are kept for the life of the process."""
 
-    def __init__(self, pool: Pool, plan: FaultPlan, weights_tag: str) -> None:
-        super().__init__(pool)
-        self._pool = pool
+    def __init__(self, pools: Sequence[PoolLike], plan: FaultPlan, weights_tag: str) -> None:
+        """The first pool is the process's own."""
+        super().__init__(pools)
+        own = pools[0]
+        assert isinstance(own, Pool), "the first pool is the process's own"
+        self._pool = own
         self._plan = plan
         self._weights_tag = weights_tag
         self._happened: Counter[Fault] = Counter()

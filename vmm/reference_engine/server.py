@@ -26,6 +26,7 @@ from starlette.routing import Route
 
 from ..control import CONTROL_PATHS, AsgiApp, Receive, Scope, Send, control_app
 from ..errors import AdmissionClosed
+from ..host_device import process_key
 from .engine import Engine, build_engine
 from .faults import FaultyRuntime
 from .model import greedy, sampler
@@ -86,7 +87,7 @@ class Routes:
         client = request.client
         if client is None or not ipaddress.ip_address(client.host).is_loopback:
             raise HTTPException(404)
-        allocations = self._engine.pool.allocations()
+        allocations = self._engine.allocations()
         tags = {a.tag: {"address": a.address, "bytes": a.nbytes, "device_bytes": a.reserved_bytes} for a in allocations}
         return JSONResponse({"pid": os.getpid(), "tags": tags})
 
@@ -284,8 +285,23 @@ def _bind(settings: EngineSettings) -> socket.socket:
     return listener
 
 
+def _process_age_seconds() -> float:
+    """Since the process was started, imports included."""
+    key = process_key(os.getpid())
+    assert key is not None, "we are alive"
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - key.start_ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _announce(settings: EngineSettings, engine: Engine, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    shown = {"listening": url, "model": settings.name, "pid": os.getpid(), "tags": engine.pool.bytes_by_tag()}
+    shown = {
+        "listening": url,
+        "model": settings.name,
+        "pid": os.getpid(),
+        "tags": engine.bytes_by_tag(),
+        "weights": engine.weights_came,
+        "weights_seconds": round(engine.weights_seconds, 4),
+        "ready_seconds": round(_process_age_seconds(), 3),
+    }
     print(json.dumps(shown), flush=True)  # noqa: T201  the one line for whoever started us

@@ -14,7 +14,7 @@ from typing import Final
 
 from ..host_device import HostDevice
 from ..tags import KEEPS_CONTENTS, TRTLLM_TAGS, RestoreMode
-from .faults import FaultPlan
+from .faults import OF_OWN_WEIGHTS, FaultPlan
 
 WEIGHTS_TAG: Final = "model_weights"
 KV_CACHE_TAG: Final = "kv_cache"
@@ -40,6 +40,7 @@ class EngineSettings:
     witness: Path | None = None
     threads: int = 1
     token_delay_seconds: float = 0.0
+    memory_service: Path | None = None  # its socket; the weights live there
     faults: FaultPlan
 
     def __post_init__(self) -> None:
@@ -49,6 +50,9 @@ class EngineSettings:
         _require(0 <= self.seed < 1 << 63, f"--seed is {self.seed}; it must be from 0 to 2**63 - 1")
         _require(1 <= self.threads <= 1024, f"--threads is {self.threads}; it must be from 1 to 1024")
         _require(0 <= self.token_delay_seconds <= 60, f"--token-delay is {self.token_delay_seconds}; 0 to 60 seconds")
+        if self.memory_service is not None:
+            unfit = sorted(OF_OWN_WEIGHTS & self.faults.keys())
+            _require(not unfit, f"--fault {', '.join(unfit)} does not work on weights in a --memory-service")
         mode = self.restore_modes[WEIGHTS_TAG]
         _require(
             mode in KEEPS_CONTENTS,
