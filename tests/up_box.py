@@ -17,6 +17,7 @@ from lull.api.schemas import Job
 from lull.bench.box import free_ports
 from lull.cli.up_files import UpPaths, UpRecord, read_record
 from lull.cli.up_stop import UP_MARK
+from tests.cli_here import run_here
 from tests.waiting import wait_until
 
 MIB = 1 << 20
@@ -83,11 +84,17 @@ class UpBox:
         with self.client() as client:
             return client.job(job_id)
 
-    def run(self, *words: str, seconds: float = 60, **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         """One command of the CLI, as a user of this box."""
+        return run_here(words, {**self.environ, **environ})
+
+    def run_process(self, *words: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+        """The same in a process of its own, as `lull up` needs it."""
         argv = [*LULL, *words]
-        env = {**self.environ, **environ}
-        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=seconds, check=False)
+        return subprocess.run(argv, env=self.environ, capture_output=True, text=True, timeout=seconds, check=False)
+
+    def stop(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return self.run_process("up", "--stop", "--data-dir", str(self.directory), *words, seconds=120)
 
     def record(self) -> UpRecord:
         record = read_record(self.paths)
@@ -101,7 +108,7 @@ class UpBox:
     def end(self) -> None:
         """Ends what a test has left, however it has left it."""
         if self.up is not None:
-            self.run("up", "--stop", "--data-dir", str(self.directory), "--stop-timeout", "30s")
+            self.stop("--stop-timeout", "30s")
             if self.up.poll() is None:
                 self.up.kill()
             self.up.wait(30)

@@ -13,16 +13,23 @@ from pathlib import Path
 import pytest
 
 from lull.agents.processes import is_same
-from tests.up_box import UpBox, opened
+from tests.up_box import LULL, UpBox, opened
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.acceptance
 
 
-@pytest.fixture
-def box(tmp_path: Path) -> Generator[UpBox]:
-    with opened(tmp_path / "box") as box:
+@pytest.fixture(scope="module")
+def shared_box(tmp_path_factory: pytest.TempPathFactory) -> Generator[UpBox]:
+    """For tests that end with it running and no job in it."""
+    with opened(tmp_path_factory.mktemp("box") / "box") as box:
         yield box
+
+
+@pytest.fixture
+def box(shared_box: UpBox) -> UpBox:
+    wait_until(shared_box.ready, 60, "a server with one node")
+    return shared_box
 
 
 def running_job(box: UpBox) -> str:
@@ -73,13 +80,13 @@ def test_sigterm_ends_server_and_agent_and_nothing_else(box: UpBox) -> None:
 def test_a_stop_ends_everything_and_loses_no_job(box: UpBox) -> None:
     job = running_job(box)
     pid = job_pid(box)
-    ended = box.run("up", "--stop", "--data-dir", str(box.directory), seconds=120)
+    ended = box.stop()
     assert ended.returncode == 0, ended.stderr
     assert box.up is not None
     assert box.up.wait(30) == 0
     assert box.processes() == []
     assert not Path(f"/proc/{pid}").exists()
-    assert "nothing runs" in box.run("up", "--stop", "--data-dir", str(box.directory)).stderr
+    assert "nothing runs" in box.stop().stderr
     box.start()
     wait_until(lambda: (seen := box.job(job)).attempt_no == 2 and seen.state == "running", 90, "a second attempt")
     assert box.run("cancel", job).returncode == 0
@@ -87,7 +94,7 @@ def test_a_stop_ends_everything_and_loses_no_job(box: UpBox) -> None:
 
 
 def test_one_data_directory_is_for_one(box: UpBox) -> None:
-    ended = box.run("up", "--config", str(box.config), "--data-dir", str(box.directory), "--port", "1")
+    ended = box.run_process("up", "--config", str(box.config), "--data-dir", str(box.directory), "--port", "1")
     assert ended.returncode == 1
     assert box.url in ended.stderr
     assert box.up is not None
@@ -108,7 +115,7 @@ def test_a_killed_up_leaves_orphans_that_the_next_one_ends(box: UpBox) -> None:
 def test_a_port_that_is_in_use_is_one_clear_line(box: UpBox, tmp_path: Path) -> None:
     other = UpBox(tmp_path / "other")
     argv = ("--config", str(other.config), "--data-dir", str(other.directory), "--port", str(box.port))
-    ended = other.run("up", *argv)
+    ended = other.run_process("up", *argv)
     assert ended.returncode == 1
     assert str(box.port) in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -139,7 +146,9 @@ def test_settings_that_cannot_be_are_refused_before_anything_starts(tmp_path: Pa
     box = UpBox(tmp_path / "box")
     text = "".join(kept + "\n" for kept in box.config.read_text().splitlines() if not kept.startswith("devices"))
     box.config.write_text(text.replace("gateway", f"{line}\ngateway") if "[" not in line else f"{text}{line}\n")
-    ended = box.run("up", "--config", str(box.config), "--data-dir", str(box.directory), "--port", str(box.port))
+    ended = box.run_process(
+        "up", "--config", str(box.config), "--data-dir", str(box.directory), "--port", str(box.port)
+    )
     assert ended.returncode == 2, ended.stderr
     assert str(box.config) in ended.stderr
     assert told in ended.stderr
@@ -149,13 +158,13 @@ def test_settings_that_cannot_be_are_refused_before_anything_starts(tmp_path: Pa
 def test_without_settings_a_machine_lends_a_quarter_of_its_memory(tmp_path: Path) -> None:
     box = UpBox(tmp_path / "plain")
     box.config.unlink()
-    argv = [*box.run("--version").args[:4], "up", "--data-dir", str(box.directory), "--port", str(box.port)]
+    argv = [*LULL, "up", "--data-dir", str(box.directory), "--port", str(box.port)]
     with subprocess.Popen(argv, env=box.environ, stderr=subprocess.DEVNULL) as up:
         try:
             wait_until(box.ready, 90, "a server with one node")
             ended = box.run("submit", "--wait", "--hbm", "1MiB", "--", "true")
             assert ended.returncode == 0, ended.stderr
         finally:
-            box.run("up", "--stop", "--data-dir", str(box.directory))
+            box.stop()
             up.kill()
     assert box.processes() == []

@@ -46,7 +46,7 @@ def test_a_job_is_submitted_runs_and_is_shown(box: UpBox) -> None:
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143)])
 def test_waiting_ends_with_the_jobs_own_code(box: UpBox, script: str, code: int) -> None:
-    assert box.run("submit", "--wait", *MIB8, "--", "/bin/sh", "-c", script).returncode == code
+    assert box.run_process("submit", "--wait", *MIB8, "--", "/bin/sh", "-c", script).returncode == code
 
 
 def test_following_prints_both_streams_and_ends_with_the_jobs_own_code(box: UpBox) -> None:
