@@ -275,9 +275,9 @@ class CudaCalls:
 
     def release_context(self) -> None:
         with self._lock:
-            context, self._context = self._context, None
-        if context is not None:
-            self._call("close", "cuDevicePrimaryCtxRelease", self._device)
+            if self._context is not None:
+                self._call("close", "cuDevicePrimaryCtxRelease", self._device)
+                self._context = None
 
     def require_usable(self, verb: str) -> None:
         if os.getpid() != self._pid:

@@ -253,9 +253,9 @@ class CudaDriver:
         with self._lock:
             if self._ranges or self._held:
                 raise DriverError("close", f"{len(self._ranges)} ranges and {len(self._held)} handles are still in use")
-            lanes, self._idle_lanes = self._idle_lanes, []
-        for lane in lanes:
-            lane.close()
+        while self._idle_lanes:
+            self._idle_lanes[-1].close()
+            self._idle_lanes.pop()
         self._calls.release_context()
 
     # -- inside

@@ -180,7 +180,11 @@ CUresult enter(const char *name, Needs needs)
     if (needs != ANYTIME && !is_initialized()) return CUDA_ERROR_NOT_INITIALIZED;
     CUresult error = injected(name);
     Device *device = current_device();
-    if (error && device && is_sticky(error)) break_device(device, error);
+    for (int i = 0; error && is_sticky(error) && i < device_count(); i++) {
+        if (device && device != device_at(i)) continue;
+        break_device(device_at(i), error);
+        streams_stop(device_at(i));
+    }
     if (error || needs != NEEDS_CONTEXT) return error;
     if (!device) return CUDA_ERROR_INVALID_CONTEXT;
     if (!device->retained) return CUDA_ERROR_CONTEXT_IS_DESTROYED;

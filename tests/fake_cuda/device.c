@@ -62,6 +62,7 @@ void devices_reset(void)
 {
     memset(devices, 0, sizeof devices);
     initialized_by = 0;
+    depth = 0; /* of this thread; others are expected to have restored theirs */
 }
 
 CUresult cuInit(unsigned flags)

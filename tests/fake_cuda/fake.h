@@ -69,5 +69,7 @@ long registrations_live(void);
 void registrations_reset(void);
 
 /* stream.c */
+/* Waits until a broken device copies nothing any more: that is so before anybody hears of the error. */
+void streams_stop(Device *device);
 long streams_live(const char *kind);
 void streams_reset(void);

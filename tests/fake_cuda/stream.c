@@ -22,7 +22,7 @@ typedef struct Work {
 struct Stream {
     Device *device;
     Work *first, *last;
-    int working, stopping;
+    int working, copying, stopping;
     pthread_t thread;
     struct Stream *next;
 };
@@ -96,7 +96,7 @@ static CUresult set(Device *device, const Work *work)
 /* Outside the lock. Nothing is done any more once the context is broken. */
 static void perform(Device *device, const Work *work)
 {
-    if (work->kind != COPY && work->kind != SET) return;
+    if (work->kind == RECORD || work->kind == WAIT) return;
     if (sticky_of(device)) return;
     CUresult result = injected(work->kind == COPY ? "stream:copy" : "stream:set");
     if (!result) result = work->kind == COPY ? copy(device, work) : set(device, work);
@@ -116,9 +116,11 @@ static void *work_through(void *argument)
         stream->working = 1;
         if (work->kind == WAIT)
             while (work->event->completed < work->number) pthread_cond_wait(&changed, &lock);
+        stream->copying = work->kind == COPY || work->kind == SET;
         pthread_mutex_unlock(&lock);
         perform(stream->device, work);
         pthread_mutex_lock(&lock);
+        stream->copying = 0;
         if (work->kind == RECORD) work->event->completed = work->number;
         stream->working = 0;
         free(work);
@@ -138,6 +140,20 @@ static int exists(CUstream stream)
     for (CUstream other = streams; other; other = other->next)
         if (other == stream) return 1;
     return 0;
+}
+
+void streams_stop(Device *device)
+{
+    pthread_mutex_lock(&lock);
+    for (CUstream stream = streams; stream;) {
+        if (stream->device == device && stream->copying) {
+            pthread_cond_wait(&changed, &lock);
+            stream = streams; /* the list may be another by now */
+        } else {
+            stream = stream->next;
+        }
+    }
+    pthread_mutex_unlock(&lock);
 }
 
 static CUresult enqueue(CUstream stream, const Work *wanted)
