@@ -62,7 +62,8 @@ class Loan:
         self.changed = asyncio.Event()  # something came in: a recall, an attempt, a new deadline
         self._recalled = asyncio.Event()
         self.recall_reason = row.recalled
-        self.idle_recall = False
+        # What was told since it was opened is not written down: an agent that starts again waits to be told anew.
+        self.expects_more = row.order.expects_more or not self.is_fresh
         self._settled: tuple[float, dict[str, DeviceFacts]] | None = None
         if row.recalled is not None:
             self._recalled.set()
@@ -124,9 +125,9 @@ class Loan:
             self._recalled.set()
             self.changed.set()
 
-    def recall_if_idle(self) -> None:
-        """Nothing more will come for this loan."""
-        self.idle_recall = True
+    def expect_work(self, more: bool) -> None:
+        """Whether jobs wait for this loan: without them it ends with its last attempt."""
+        self.expects_more = more
         self.changed.set()
 
     def add_attempt(self, spec: AttemptSpec) -> bool:
@@ -140,7 +141,6 @@ class Loan:
             return False
         if not self.node.journal.accept_attempt(self.loan_id, spec):
             return False
-        self.idle_recall = False
         self._add(spec, None)
         self.changed.set()
         return True
@@ -240,7 +240,7 @@ class Loan:
             if left is not None and left <= 0:
                 self.recall(RESTORE_BY)
                 return
-            if self.idle_recall and not self.live_attempts:
+            if not self.expects_more and not self.live_attempts:
                 self.recall("NothingLeftToRun")
                 return
             self.changed.clear()

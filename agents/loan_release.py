@@ -86,11 +86,18 @@ async def _preflight(loan: Loan) -> None:
     for device_id in loan.order.device_ids:
         if device_id in node.quarantined:
             raise Refused(LoanEvent.PREFLIGHT_REFUSED, "Quarantined", node.quarantined[device_id].sentence)
-    facts = await node.look()
+    for engine in loan.engines:
+        _refuse_unready(loan, engine)
+    # At once: a look walks over all processes, and a signed status is a round trip.
+    looking = asyncio.ensure_future(node.look())
+    try:
+        await all_or_none(*(_preflight_engine(engine) for engine in loan.engines))
+        facts = await looking
+    finally:
+        looking.cancel()
     _refuse_foreign(loan, facts)
     backup_bytes = 0
     for engine in loan.engines:
-        await _preflight_engine(loan, engine)
         held = engine.bytes_on(facts)
         engine.device_bytes = held
         if any(mode in KEEPS_CONTENTS for mode in loan.policy_of(engine).restore_modes.values()):
@@ -124,7 +131,7 @@ def _foreign_words(device_id: str, foreign: dict[int, int]) -> tuple[str, str, d
     )
 
 
-async def _preflight_engine(loan: Loan, engine: EngineKeeper) -> None:
+def _refuse_unready(loan: Loan, engine: EngineKeeper) -> None:
     policy = loan.policy_of(engine)
     wanted = {tag: str(mode) for tag, mode in policy.restore_modes.items()}
     if not engine.verified_now():
@@ -135,6 +142,9 @@ async def _preflight_engine(loan: Loan, engine: EngineKeeper) -> None:
     refusal = engine.adapter.refusal(policy)
     if refusal is not None:
         raise Refused(LoanEvent.PREFLIGHT_REFUSED, "PolicyRefused", refusal)
+
+
+async def _preflight_engine(engine: EngineKeeper) -> None:
     seen = await engine.adapter.observe()
     if seen.state is not EngineState.RUNNING:
         if engine.process_identity is None or seen.state is EngineState.FAILED:
@@ -315,7 +325,7 @@ async def settle(loan: Loan) -> None:
     for run in loan.live_attempts:
         run.prepare()  # its runner starts while the memory settles; it waits for our word
     while True:
-        if loan.idle_recall and not loan.live_attempts:
+        if not loan.expects_more and not loan.live_attempts:
             loan.recall("NothingLeftToRun")
         left = loan.seconds_left()
         if left is not None and left <= 0:

@@ -1,7 +1,7 @@
 """Lent and recalling: the attempts run, then every one of them is proved over.
 
 The decision that the work is over is made once, here: by a recall, by ``restore_by``, or because the last attempt ended
-and nothing came for the loan while the scheduler had its chance to say so.
+and no job waits for the loan. Whether one does is known before it ends, so nothing is asked then.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def _until_over(loan: Loan) -> LoanEvent:
             loan.recall("RestoreBy")
             return LoanEvent.RESTORE_BY_REACHED
         idle = not loan.live_attempts
-        if idle and (loan.idle_recall or not loan.node.connected.is_set()):
+        if idle and not (loan.expects_more and loan.node.connected.is_set()):
             return LoanEvent.WORK_ENDED
         bound = loan.node.settings.loan_idle_seconds_max if idle else None
         wait = min((value for value in (left, bound) if value is not None), default=None)

@@ -15,6 +15,7 @@ from .protocol.wire import (
     AttemptEnd,
     AttemptSpec,
     AttemptState,
+    ExpectWork,
     FetchLog,
     LoanChanged,
     OpenLoan,
@@ -86,7 +87,9 @@ class Orders:
                 if not self._stop(order.attempt_id, order.end):
                     raise OrderRefused("no such attempt is live here")
             case RecallLoan():
-                self._recall(order)
+                self._loan(order.loan_id).recall(order.reason)
+            case ExpectWork():
+                self._loan(order.loan_id).expect_work(order.more)
             case SetRestoreBy():
                 self._loan(order.loan_id).set_restore_by(order.restore_by_seconds)
             case SetPolicy():
@@ -187,13 +190,6 @@ class Orders:
     def stop_attempt(self, attempt_id: str) -> None:
         """The scheduler does not want it any more (at registration)."""
         self._stop(attempt_id, AttemptEnd.CANCELLED)
-
-    def _recall(self, order: RecallLoan) -> None:
-        loan = self._loan(order.loan_id)
-        if order.only_if_idle:
-            loan.recall_if_idle()
-        else:
-            loan.recall(order.reason)
 
     # ---- engines ----------------------------------------------------------------------------------------------
 

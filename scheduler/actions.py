@@ -45,12 +45,12 @@ class StopAttempt:
 
 
 @dataclass(frozen=True, slots=True)
-class RecallLoan:
-    """Only if idle: nothing waits for the loan any more."""
+class ExpectWork:
+    """Whether jobs wait for the loan: without them it ends with its last attempt."""
 
     loan_id: LoanId
     node_id: NodeId
-    reason: str
+    more: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,4 +67,4 @@ class MarkSilent:
     heard_count: int
 
 
-Action: TypeAlias = OpenLoan | StartAttempt | StopAttempt | RecallLoan | SetReasons | MarkSilent
+Action: TypeAlias = OpenLoan | StartAttempt | StopAttempt | ExpectWork | SetReasons | MarkSilent

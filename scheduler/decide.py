@@ -1,8 +1,8 @@
 """PURE: what to do now. The same snapshot gives the same actions, in whatever order its rows come.
 
 A job is served, in the order of the queue, by the first of: the loan whose set it joined; a device without an
-engine; room left in an open loan; the cheapest engine to park, unless it has a loan to wait for. A loan that nothing
-runs in or waits for is recalled.
+engine; room left in an open loan; the cheapest engine to park, unless it has a loan to wait for. The node is told
+whether a job waits for a loan, ahead of the end of the last attempt there, so that it need not ask then.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ..agents.protocol.loans import LoanState
-from .actions import Action, OpenLoan, Place, RecallLoan, SetReasons, StartAttempt, StopAttempt
+from .actions import Action, ExpectWork, OpenLoan, Place, SetReasons, StartAttempt, StopAttempt
 from .explain import QUEUED_BEHIND, backed_off, explain, queued_behind, waiting_in_loan
 from .model import DeviceId, Job, JobId, JobReason, Loan, LoanId, Node, NodeId, Snapshot
 from .placement import Choice, Group, Room, build_groups, choose, queue_order
@@ -33,7 +33,7 @@ class _Work:
     all_groups: tuple[Group, ...]
     loans: dict[LoanId, Loan]  # that may take more jobs
     rooms: dict[LoanId, Room]
-    wanted: set[LoanId] = field(default_factory=set[LoanId])  # by attempts, or by jobs that wait for room
+    awaited: set[LoanId] = field(default_factory=set[LoanId])  # by jobs
     actions: list[Action] = field(default_factory=list[Action])
     done: set[JobId] = field(default_factory=set[JobId])  # placed, or waiting for a loan of this decision
     # What a job waits for that is ahead of lower priorities: they may not go on with it. By loan, and by device.
@@ -50,6 +50,7 @@ def decide(snapshot: Snapshot, now: float) -> tuple[Action, ...]:
             work.actions.append(StopAttempt(attempt.id, attempt.node_id))
     queue = sorted(snapshot.jobs, key=queue_order)
     reasons: list[tuple[Job, tuple[JobReason, ...]]] = []
+    waiting: dict[tuple[int, int | None], Job] = {}  # of each shape, the first in the queue
     ahead = 0
     for position, job in enumerate(queue):
         if job.id in work.done:
@@ -61,11 +62,12 @@ def decide(snapshot: Snapshot, now: float) -> tuple[Action, ...]:
         if reason is None:
             continue
         reasons.append((job, (reason, queued_behind(ahead, now)) if ahead else (reason,)))
+        waiting.setdefault((job.gpus, job.hbm_bytes), job)
         ahead += 1
     for loan_id in sorted(work.loans):
-        loan = work.loans[loan_id]
-        if loan_id not in work.wanted:
-            work.actions.append(RecallLoan(loan_id, loan.node_id, "no job is left that fits"))
+        loan, more = work.loans[loan_id], _is_awaited(work, loan_id, waiting)
+        if loan.expects_more is not more:
+            work.actions.append(ExpectWork(loan_id, loan.node_id, more))
     changed = [SetReasons(job.id, new) for job, given in reasons if (new := _renewed(job, given)) is not None]
     return (*work.actions, *changed[:REASONS_MAX])
 
@@ -97,7 +99,6 @@ def _prepare(snapshot: Snapshot, now: float) -> _Work:
         groups,
         loans,
         rooms,
-        wanted={each.loan_id for each in snapshot.attempts if each.loan_id in loans},
     )
 
 
@@ -168,8 +169,17 @@ def _is_kept_from(work: _Work, job: Job, group: Group) -> bool:
 
 
 def _wait_in(work: _Work, job: Job, loan_id: LoanId) -> JobReason:
-    work.wanted.add(loan_id)
+    work.awaited.add(loan_id)
     return waiting_in_loan(job, loan_id, work.now)
+
+
+def _is_awaited(work: _Work, loan_id: LoanId, waiting: dict[tuple[int, int | None], Job]) -> bool:
+    """A job waits for room in it, or could start there once those that run have ended."""
+    loan, room = work.loans[loan_id], work.rooms[loan_id]
+    if loan_id in work.awaited or loan.engine_lost:
+        return loan_id in work.awaited
+    empty = Room(loan_id, dict(loan.room_bytes), room.whole_bytes)
+    return any(not _kept_from(work, job, loan_id) and empty.fit(job) is not None for job in waiting.values())
 
 
 def _start_in(work: _Work, job: Job, loan_id: LoanId) -> bool:
@@ -180,7 +190,6 @@ def _start_in(work: _Work, job: Job, loan_id: LoanId) -> bool:
         return False
     device_ids, hbm_bytes = fit
     room.take(device_ids, hbm_bytes)
-    work.wanted.add(loan_id)
     place = Place(job.id, job.attempt_no, device_ids, hbm_bytes)
     work.actions.append(StartAttempt(loan_id, loan.node_id, place))
     return True

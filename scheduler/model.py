@@ -117,6 +117,7 @@ class Loan:
     need_bytes: int
     room_bytes: Mapping[DeviceId, int]  # as planned when it opened
     recall_ordered: bool = False
+    expects_more: bool | None = None  # what the node was told of jobs that wait for it; None: nothing it still knows
     engine_lost: bool = False
 
 

@@ -184,6 +184,7 @@ loans = Table(
     Column("policies", JSON, nullable=False),  # the snapshot that rules it
     Column("restore_by_seconds", Double),
     Column("recall_ordered", Boolean, nullable=False),
+    Column("expects_more", Boolean),  # what the node was last told; null: nothing that it still knows
     Column("reported", Boolean, nullable=False),  # the node has spoken of it
     Column("adopted", Boolean, nullable=False),  # from a registration that was ahead of the reports
     Column("missing_incarnation", BigInteger),  # the registration that did not list it

@@ -248,6 +248,7 @@ class AgentNode:
         loan_id: str = "loan-1",
         epoch: int = 1,
         device_ids: list[str] | None = None,
+        expects_more: bool = False,
     ) -> str:
         keepers = [self.keeper(name) for name in (engines if engines is not None else [self.engines[0].name])]
         devices = device_ids or sorted({d for keeper in keepers for d in keeper.device_ids}) or self.device_ids[:1]
@@ -260,6 +261,7 @@ class AgentNode:
             restore_by_seconds=restore_by_seconds,
             policies={keeper.engine_id: keeper.policy for keeper in keepers},
             attempts=list(attempts),
+            expects_more=expects_more,
         )
         await self.order(order)
         return loan_id

@@ -53,6 +53,7 @@ class OpenLoan(Message):
     restore_by_seconds: float | None  # None only where no engine is parked
     policies: dict[str, EnginePolicy]  # by engine id: the snapshot that rules this loan
     attempts: list[AttemptSpec]  # those that start as soon as the memory is free
+    expects_more: bool = True  # see ExpectWork
 
 
 class StartAttempt(Message):
@@ -71,9 +72,14 @@ class RecallLoan(Message):
     kind: Literal["recall_loan"] = "recall_loan"
     loan_id: str
     reason: str
-    # True: nothing is waiting for the loan any more, so running attempts are not disturbed; the loan ends
-    # only if none is left.
-    only_if_idle: bool = False
+
+
+class ExpectWork(Message):
+    """Whether a loan whose last attempt has ended is kept for jobs that wait for it."""
+
+    kind: Literal["expect_work"] = "expect_work"
+    loan_id: str
+    more: bool
 
 
 class SetRestoreBy(Message):
@@ -137,6 +143,7 @@ _ORDER_KINDS: Final = frozenset(
         "start_attempt",
         "stop_attempt",
         "recall_loan",
+        "expect_work",
         "set_restore_by",
         "set_policy",
         "restart_engine",
@@ -151,6 +158,7 @@ Order = Annotated[
     | Annotated[StartAttempt, Tag("start_attempt")]
     | Annotated[StopAttempt, Tag("stop_attempt")]
     | Annotated[RecallLoan, Tag("recall_loan")]
+    | Annotated[ExpectWork, Tag("expect_work")]
     | Annotated[SetRestoreBy, Tag("set_restore_by")]
     | Annotated[SetPolicy, Tag("set_policy")]
     | Annotated[RestartEngine, Tag("restart_engine")]

@@ -76,8 +76,8 @@ def _apply(tx: Tx, action: Action, term: int, now: float) -> None:
             _start_attempt(tx, action, term, now)
         case actions.StopAttempt():
             _stop_attempt(tx, action, term, now)
-        case actions.RecallLoan():
-            _recall_loan(tx, action, term, now)
+        case actions.ExpectWork():
+            _expect_work(tx, action, term, now)
         case actions.SetReasons():
             _set_reasons(tx, action)
         case actions.MarkSilent():
@@ -116,6 +116,7 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
             "policies": {key: policy.model_dump(mode="json") for key, policy in policies.items()},
             "restore_by_seconds": action.restore_by_seconds,
             "recall_ordered": False,
+            "expects_more": bool(action.later_job_ids),
             "reported": False,
             "adopted": False,
             "opened_at": now,
@@ -139,6 +140,7 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
         engine_ids=engine_ids,
         need_bytes=action.need_bytes,
         restore_by_seconds=action.restore_by_seconds,
+        expects_more=bool(action.later_job_ids),
         policies=policies,
         attempts=specs[:first],
     )
@@ -285,13 +287,12 @@ def _stop_attempt(tx: Tx, action: actions.StopAttempt, term: int, now: float) ->
     )
 
 
-def _recall_loan(tx: Tx, action: actions.RecallLoan, term: int, now: float) -> None:
+def _expect_work(tx: Tx, action: actions.ExpectWork, term: int, now: float) -> None:
+    _node_in_use(tx, action.node_id)
     _open_loan_row(tx, action.loan_id)
-    tx.conn.execute(update(loans).where(loans.c.id == action.loan_id).values(recall_ordered=True))
-    order = wire.RecallLoan(loan_id=action.loan_id, reason=action.reason, only_if_idle=True)
+    tx.conn.execute(update(loans).where(loans.c.id == action.loan_id).values(expects_more=action.more))
+    order = wire.ExpectWork(loan_id=action.loan_id, more=action.more)
     give_order(tx, action.node_id, order, term, now, loan_id=action.loan_id)
-    tx.event("loan_recalled", action.reason, now, loan_id=action.loan_id, node_id=action.node_id)
-    tx.touch("loans")
 
 
 def _set_reasons(tx: Tx, action: actions.SetReasons) -> None:

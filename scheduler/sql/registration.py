@@ -134,7 +134,7 @@ def _write_node(tx: Tx, register: Register, now: float, lease_seconds: float) ->
         live = (attempts.c.node_id == register.node_id) & (attempts.c.state != AttemptState.ENDED.value)
         tx.conn.execute(update(attempts).where(live).values(stop_ordered=False))
         open_ = (loans.c.node_id == register.node_id) & (loans.c.state != LoanState.CLOSED.value)
-        tx.conn.execute(update(loans).where(open_).values(recall_ordered=False))
+        tx.conn.execute(update(loans).where(open_).values(recall_ordered=False, expects_more=None))
     return tx.conn.execute(select(nodes).where(here)).mappings().one()
 
 

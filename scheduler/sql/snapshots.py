@@ -164,6 +164,7 @@ def _loans(conn: Connection) -> Iterable[Loan]:
             room_bytes={DeviceId(key): nbytes for key, nbytes in row["room_bytes"].items()},
             # One that its node did not list is over there; its reports will say how.
             recall_ordered=row["recall_ordered"] or row["missing_incarnation"] is not None,
+            expects_more=row["expects_more"],
             engine_lost=row["engine_lost"],
         )
 

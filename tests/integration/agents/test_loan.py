@@ -15,6 +15,7 @@ from lull.agents.protocol.loans import LoanStep
 from lull.agents.protocol.wire import (
     AttemptEnd,
     EngineState,
+    ExpectWork,
     GateState,
     RecallLoan,
     SetRestoreBy,
@@ -376,6 +377,24 @@ async def test_several_jobs_run_under_one_park(tmp_path: Path) -> None:
         await node.until_closed()
         assert node.steps().count(LoanStep.PARK_SENT) == 1
         assert node.steps().count(LoanStep.SPAWNED) == 3
+
+
+async def test_a_loan_is_kept_after_its_last_job_only_while_more_is_expected(tmp_path: Path) -> None:
+    async with agent_node(tmp_path) as node:
+        assert node.daemon is not None
+        node.daemon.node.connected.set()
+        node.daemon.node.settings = node.settings.model_copy(update={"loan_idle_seconds_max": 60.0})
+        first, second = node.job(["true"]), node.job(WAITS)
+        await node.open_loan(first, expects_more=True)
+        await node.until(lambda: node.attempt_end(first.attempt_id), "the first job ran")
+        await node.order(StartAttempt(loan_id="loan-1", attempt=second))
+        await node.until(lambda: node.log_of(second.attempt_id) == b"up\n", "another one runs in the same loan")
+        await node.order(ExpectWork(loan_id="loan-1", more=False))
+        assert node.states() == ["draining", "parking", "settling", "lent"], "what runs is not disturbed"
+        await node.order(StopAttempt(attempt_id=second.attempt_id))
+        await node.until_closed()
+        await node.open_loan(node.job(["true"]), loan_id="loan-2", epoch=2)
+        await node.until_closed("loan-2")
 
 
 async def test_an_attempt_for_a_loan_that_is_over_is_proved_not_started(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lull.agents.protocol.wire import FetchLog, OpenLoan, RecallLoan, ReportBatch
+from lull.agents.protocol.wire import FetchLog, OpenLoan, ReportBatch
 from lull.api import Client, ServerUnreachable
 from lull.cli.server import server as server_command
 from tests.waiting import wait_until
@@ -207,8 +207,6 @@ def test_an_agent_registers_reports_and_sends_a_log(start: Start) -> None:
                 report(kind="attempt_changed", state="ended", end="exited", exit_code=0, ended_at=time.time(), **named)
                 out, _ = reader.communicate(timeout=20)
             assert out == b"hello world\n"
-            recall = next(order for order in orders if isinstance(order, RecallLoan))
-            assert recall.loan_id == loan.loan_id
         ended = client.wait(job.id, 10)
         assert (ended.state, ended.exit_code) == ("succeeded", 0)
 

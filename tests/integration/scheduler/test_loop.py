@@ -47,13 +47,13 @@ async def test_commits_wake_it_all_the_way_through_a_loan(store: Store, submit: 
     spec = opened.order.attempts[0]
     await agent.run(opened.order, spec)
     second = await submit(hbm_bytes=GIB)
+    [kept] = await wait_until_async(agent.orders, 20, "word that a job waits for the loan")
+    assert (kept.order.kind, kept.order.more) == ("expect_work", True)
     await agent.end(opened.order, spec, AttemptEnd.EXITED, exit_code=0)
-    [started] = await wait_until_async(agent.orders, 20, "the next job's order after the exit")
+    started, last = await wait_until_async(agent.orders, 20, "the next job's order after the exit")
     assert started.order.attempt.job_id == second
-    await agent.end(started.order, started.order.attempt, AttemptEnd.EXITED, exit_code=0)
-    [recall] = await wait_until_async(agent.orders, 20, "the recall after the last exit")
-    assert recall.order.kind == "recall_loan"
-    assert [order.term for order in (opened, started, recall)] == [store.term] * 3
+    assert (last.order.kind, last.order.more) == ("expect_work", False)
+    assert [order.term for order in (opened, kept, started, last)] == [store.term] * 4
     assert (await store.get_job(first)).state is JobState.SUCCEEDED
 
 

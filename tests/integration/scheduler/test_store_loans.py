@@ -75,13 +75,12 @@ async def test_one_loan_from_drain_to_closed(
     await agent.lend(opened)
     await agent.run(opened, spec)
     assert (await store.get_job(spec.job_id)).state is JobState.RUNNING
-    assert await deciding() == 0
+    assert not opened.expects_more
+    assert await deciding() == 0, "it was told at the start that nothing waits: it need not ask at the end"
     await agent.end(opened, spec, AttemptEnd.EXITED, exit_code=3)
     job = await store.get_job(spec.job_id)
     assert (job.state, job.exit_code, job.failure_reason) == (JobState.FAILED, 3, "exit_code")
-    await deciding()
-    recall = await agent.one_order()
-    assert (recall.kind, recall.only_if_idle) == ("recall_loan", True)
+    assert await deciding() == 0
     await agent.give_back(opened)
     loan = await store.get_loan(opened.loan_id)
     assert (loan.state, loan.attempt_ids) == (LoanState.CLOSED, (spec.attempt_id,))
@@ -199,9 +198,13 @@ async def test_the_next_job_starts_in_the_open_loan(
     large = await submit(hbm_bytes=GIB // 2)
     await deciding()
     assert [reason.code for reason in (await store.get_job(large)).reasons] == ["LoanOpen"]
+    kept = await agent.one_order()
+    assert (kept.kind, kept.more) == ("expect_work", True)
     await agent.end(opened, opened.attempts[0], AttemptEnd.SIGNALLED, signal=9)
     await deciding()
-    assert (await agent.one_order()).attempt.job_id == large
+    start, last = [each.order for each in await agent.orders()]
+    assert start.attempt.job_id == large
+    assert (last.kind, last.more) == ("expect_work", False)
     assert (await store.get_job(opened.attempts[0].job_id)).failure_reason == "signal"
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lull.agents.protocol.loans import LoanState
 from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import AttemptState, EngineState, GateState
-from lull.scheduler.actions import OpenLoan, RecallLoan, SetReasons, StartAttempt, StopAttempt
+from lull.scheduler.actions import ExpectWork, OpenLoan, SetReasons, StartAttempt, StopAttempt
 from lull.scheduler.decide import decide
 from lull.scheduler.model import (
     Attempt,
@@ -28,6 +28,7 @@ from lull.scheduler.model import (
     NodeId,
     Snapshot,
 )
+from lull.scheduler.placement import queue_order
 
 NOW = 1000.0
 POLICIES = {when: EnginePolicy.model_validate({"when": when}) for when in ("always", "manual")}
@@ -220,9 +221,12 @@ def test_every_job_is_placed_or_says_why_and_recalls_disturb_nobody(snapshot: Sn
     assert placed | set(explained) == {job.id for job in snapshot.jobs}
     assert not placed & set(explained)
     assert all(reasons and reasons[0].sentence for reasons in explained.values())
-    busy = {attempt.loan_id for attempt in snapshot.attempts}
-    recalled = [action.loan_id for action in actions if isinstance(action, RecallLoan)]
-    assert not busy & set(recalled)
-    assert not {action.loan_id for action in actions if isinstance(action, StartAttempt)} & set(recalled)
+    told = {action.loan_id: action.more for action in actions if isinstance(action, ExpectWork)}
+    assert all(loan.expects_more is not told[loan.id] for loan in snapshot.loans if loan.id in told)
+    waiting = [job for job in snapshot.jobs if job.id not in placed and job.not_before <= NOW]
+    first = min(waiting, key=queue_order, default=None)
+    lost = {loan.id for loan in snapshot.loans if loan.engine_lost}
+    if first is not None and first.assigned_loan_id is not None and first.assigned_loan_id not in lost:
+        assert told.get(first.assigned_loan_id, True), "what the first in the queue waits for is kept for it"
     stops = [action.attempt_id for action in actions if isinstance(action, StopAttempt)]
     assert len(stops) == len(set(stops))

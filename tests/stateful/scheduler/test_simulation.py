@@ -12,7 +12,7 @@ import pytest
 from lull.agents.protocol.loans import LoanState
 from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import AttemptState, EngineState, GateState
-from lull.scheduler.actions import OpenLoan, Place, RecallLoan, SetReasons, StartAttempt, StopAttempt
+from lull.scheduler.actions import ExpectWork, OpenLoan, Place, SetReasons, StartAttempt, StopAttempt
 from lull.scheduler.decide import decide
 from lull.scheduler.model import (
     Attempt,
@@ -81,9 +81,9 @@ class World:
                 case StartAttempt():
                     assert self.loans[action.loan_id].state is LoanState.LENT
                     self.place(action.place, action.loan_id, action.node_id)
-                case RecallLoan():
-                    assert not [each for each in self.attempts.values() if each.loan_id == action.loan_id]
-                    self.loans[action.loan_id] = replace(self.loans[action.loan_id], recall_ordered=True)
+                case ExpectWork():
+                    assert self.loans[action.loan_id].expects_more is not action.more
+                    self.loans[action.loan_id] = replace(self.loans[action.loan_id], expects_more=action.more)
                 case StopAttempt():
                     attempt = self.attempts[action.attempt_id]
                     assert not attempt.stop_ordered
@@ -101,7 +101,14 @@ class World:
         loan_id = LoanId(self.name("loan"))
         state = LoanState.DRAINING if action.engine_ids else LoanState.SETTLING
         self.loans[loan_id] = Loan(
-            loan_id, action.node_id, action.device_ids, action.engine_ids, state, action.need_bytes, action.room_bytes
+            loan_id,
+            action.node_id,
+            action.device_ids,
+            action.engine_ids,
+            state,
+            action.need_bytes,
+            action.room_bytes,
+            expects_more=bool(action.later_job_ids),
         )
         for place in action.places:
             self.place(place, loan_id, action.node_id)
@@ -134,7 +141,7 @@ class World:
         if loan.state is LoanState.LENT:
             for attempt in mine:
                 self.run(attempt)
-            if not mine and loan.recall_ordered:
+            if not mine and not loan.expects_more:
                 self.move(loan, LoanState.RECALLING)
         elif loan.state is LoanState.SETTLING and faults and self.rng.random() < 0.2:
             for attempt in mine:
@@ -142,7 +149,7 @@ class World:
             for engine_id in loan.engine_ids:
                 self.engines[engine_id] = replace(self.engines[engine_id], not_before=self.now + 5)
             self.move(loan, LoanState.WAKING)
-        elif loan.recall_ordered and not mine and loan.state in (LoanState.DRAINING, LoanState.SETTLING):
+        elif not loan.expects_more and not mine and loan.state in (LoanState.DRAINING, LoanState.SETTLING):
             self.move(loan, LoanState.CLOSED if loan.state is LoanState.DRAINING else LoanState.WAKING)
         else:
             self.move(loan, _FORWARD[loan.state])

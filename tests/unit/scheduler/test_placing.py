@@ -10,7 +10,7 @@ import pytest
 from lull.agents.protocol.loans import LoanState
 from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import AttemptState, EngineState, GateState, Reason
-from lull.scheduler.actions import OpenLoan, RecallLoan, SetReasons, StartAttempt, StopAttempt
+from lull.scheduler.actions import ExpectWork, OpenLoan, SetReasons, StartAttempt, StopAttempt
 from lull.scheduler.decide import LATER_JOBS_MAX, decide
 from lull.scheduler.model import (
     Attempt,
@@ -73,7 +73,8 @@ def reason(actions: tuple[Any, ...], job_id: str = "j") -> Any:
 
 def lent(name: str = "l", room: int = 100, **more: Any) -> Loan:
     where = DeviceId("d0")
-    values: dict[str, Any] = {"state": LoanState.LENT, "need_bytes": 0, "room_bytes": {where: room}, **more}
+    values: dict[str, Any] = {"state": LoanState.LENT, "need_bytes": 0, "room_bytes": {where: room}}
+    values |= {"expects_more": False, **more}
     return Loan(LoanId(name), NODE.id, (where,), (EngineId("a"),), **values)
 
 
@@ -170,7 +171,7 @@ def test_a_job_waits_for_a_loan_that_is_being_opened_rather_than_park_another_en
     rows = [device("d0", 0), PARKED, device("d1", 40), engine("b", "d1"), live(hbm=50)]
     actions = decide(snapshot(*rows, lent(state=LoanState.PARKING), job("j")), 0.0)
     assert reason(actions).code == "LoanOpen"
-    assert len(actions) == 1
+    assert [type(action) for action in actions] == [ExpectWork, SetReasons]
     assert isinstance(one(decide(snapshot(*rows, lent(state=LoanState.WAKING), job("j")), 0.0)), OpenLoan)
 
 
@@ -189,6 +190,7 @@ def test_a_member_of_the_set_takes_what_is_free_elsewhere() -> None:
     opened = one(decide(snapshot(*rows, device("d1"), member), 0.0))
     assert (opened.device_ids, opened.engine_ids) == (("d1",), ())
     other = Loan(LoanId("m"), NODE.id, (DeviceId("d1"),), (), LoanState.LENT, 0, {DeviceId("d1"): 100})
+    other = replace(other, expects_more=False)
     start = one(decide(snapshot(*rows, device("d1"), other, member), 0.0))
     assert (start.loan_id, start.place.device_ids) == ("m", ("d1",))
 
@@ -204,7 +206,7 @@ def test_lower_priorities_do_not_go_on_with_what_a_job_waits_for() -> None:
     rows = [device("d0", 0), PARKED, lent(), live(hbm=30)]
     large, small = job("j", 90, priority=1), job("k", 10, created_at=9.0)
     actions = decide(snapshot(*rows, large, small), 0.0)
-    assert [type(action) for action in actions] == [SetReasons, SetReasons]
+    assert [type(action) for action in actions] == [ExpectWork, SetReasons, SetReasons]
     assert reason(actions, "k").code == "LoanOpen"
     hopeless = decide(snapshot(*rows, replace(large, gpus=2), small), 0.0)
     assert isinstance(hopeless[0], StartAttempt), "what no node has keeps nothing from anybody"
@@ -221,21 +223,36 @@ def test_a_job_on_two_devices_gets_the_second_before_a_lower_priority_does() -> 
     actions = decide(snapshot(*rows, large, small), 0.0)
     assert [type(action) for action in actions] == [SetReasons, SetReasons], "the bare device is kept"
     actions = decide(snapshot(*rows, other, large, small), 0.0)
-    assert [action.loan_id for action in actions if isinstance(action, RecallLoan)] == ["m"]
+    assert [action for action in actions if isinstance(action, ExpectWork)] == [ExpectWork(LoanId("m"), NODE.id, False)]
     assert not any(isinstance(action, StartAttempt) for action in actions)
 
 
-def test_a_loan_that_nothing_needs_is_recalled_once() -> None:
-    assert isinstance(one(decide(snapshot(device("d0"), PARKED, lent()), 0.0)), RecallLoan)
-    assert decide(snapshot(device("d0"), PARKED, lent(recall_ordered=True)), 0.0) == ()
-    assert decide(snapshot(device("d0"), PARKED, lent(), live()), 0.0) == ()
-    backed_off = decide(snapshot(device("d0"), PARKED, lent(), job("j", not_before=5.0)), 0.0)
-    assert isinstance(backed_off[0], RecallLoan)
+NOTHING = ExpectWork(LoanId("l"), NODE.id, False)
+MORE = replace(NOTHING, more=True)
+
+
+def test_a_node_is_told_once_and_ahead_of_the_end_that_nothing_waits_for_a_loan() -> None:
+    assert one(decide(snapshot(device("d0"), PARKED, lent(expects_more=None)), 0.0)) == NOTHING
+    assert one(decide(snapshot(device("d0"), PARKED, lent(expects_more=True), live()), 0.0)) == NOTHING
+    assert decide(snapshot(device("d0"), PARKED, lent(expects_more=False), live()), 0.0) == ()
+    assert decide(snapshot(device("d0"), PARKED, lent(recall_ordered=True, expects_more=None)), 0.0) == ()
+    backed_off = decide(snapshot(device("d0"), PARKED, lent(expects_more=True), job("j", not_before=5.0)), 0.0)
+    assert backed_off[0] == NOTHING
+
+
+def test_a_loan_is_kept_for_jobs_that_fit_once_those_that_run_have_ended() -> None:
+    rows = [device("d0", 0), PARKED, lent(expects_more=False), live(hbm=90)]
+    assert decide(snapshot(*rows, job("j", 20)), 0.0)[0] == MORE
+    assert decide(snapshot(*rows, job("j", 20, assigned_loan_id=LoanId("l"))), 0.0)[0] == MORE
+    large = decide(snapshot(*rows, job("j", 5000)), 0.0)
+    assert not any(isinstance(action, ExpectWork) for action in large), "no loan is kept for what can never fit"
+    lost = [device("d0", 0), PARKED, lent(expects_more=False, engine_lost=True), live(hbm=90)]
+    assert not any(isinstance(action, ExpectWork) for action in decide(snapshot(*lost, job("j", 20)), 0.0))
 
 
 def test_a_loan_without_its_engine_takes_no_more_jobs() -> None:
-    actions = decide(snapshot(device("d0"), PARKED, lent(engine_lost=True), job("j", 10)), 0.0)
-    assert [type(action) for action in actions] == [RecallLoan, SetReasons]
+    actions = decide(snapshot(device("d0"), PARKED, lent(engine_lost=True, expects_more=True), job("j", 10)), 0.0)
+    assert [type(action) for action in actions] == [ExpectWork, SetReasons]
 
 
 def test_a_stop_is_ordered_once_and_not_to_a_silent_node() -> None:
