@@ -11,6 +11,7 @@ from .journal import boottime
 from .loan import Loan
 from .protocol.loans import LoanState, LoanStep
 from .protocol.wire import (
+    LOAN_OVER,
     AttemptChanged,
     AttemptEnd,
     AttemptSpec,
@@ -82,7 +83,7 @@ class Orders:
                 loan = self._daemon.loans.get(order.loan_id)
                 inside = loan is not None and set(order.attempt.device_ids) <= set(loan.order.device_ids)
                 if loan is None or not inside or not loan.add_attempt(order.attempt):
-                    self._not_started(order.loan_id, order.attempt, "LoanOver", "the loan takes no more work")
+                    self._not_started(order.loan_id, order.attempt, LOAN_OVER, "the loan takes no more work")
             case StopAttempt():
                 if not self._stop(order.attempt_id, order.end):
                     raise OrderRefused("no such attempt is live here")

@@ -23,6 +23,7 @@ from .words import ProcessIdentity as ProcessIdentity
 from .words import Reason as Reason
 
 PROTOCOL_VERSION: Final = 1
+LOAN_OVER: Final = "LoanOver"  # why an attempt did not start whose loan had ended by itself meanwhile
 
 
 # ---- orders: scheduler -> agent -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any, Final
 from sqlalchemy import RowMapping, Update, bindparam, insert, select, update
 
 from ...agents.protocol.loans import LoanEvent, LoanState
-from ...agents.protocol.wire import AttemptEnd, AttemptState, Order, Reason
+from ...agents.protocol.wire import LOAN_OVER, AttemptEnd, AttemptState, Order, Reason
 from ..errors import NotFound
 from ..lifecycle import (
     TERMINAL_JOB_STATES,
@@ -143,9 +143,13 @@ def move_job(
 
 
 def requeue_values(job: RowMapping, reason: Reason, now: float, *, ran: bool) -> dict[str, Any]:
-    """Queued again, with why and not before when. One that has run starts counting its troubles anew."""
+    """Queued again, with why and not before when. One that has run starts counting its troubles anew.
+
+    One that came just as its loan ended has no trouble: it may be placed again at once, unless it happens twice.
+    """
+    too_late = reason.code == LOAN_OVER and (job["trouble"] or {}).get("code") != LOAN_OVER
     count = 1 if ran else job["trouble_count"] + 1
-    not_before = now + backoff_seconds(count)
+    not_before = now if too_late else now + backoff_seconds(count)
     return {
         "queued_at": now,
         "not_before": not_before,

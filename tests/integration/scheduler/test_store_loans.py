@@ -11,6 +11,7 @@ import pytest
 from lull.agents.protocol.loans import LoanEvent, LoanState, LoanStep
 from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import (
+    LOAN_OVER,
     Alert,
     AttemptEnd,
     AttemptState,
@@ -206,6 +207,28 @@ async def test_the_next_job_starts_in_the_open_loan(
     assert start.attempt.job_id == large
     assert (last.kind, last.more) == ("expect_work", False)
     assert (await store.get_job(opened.attempts[0].job_id)).failure_reason == "signal"
+
+
+async def test_a_job_that_came_just_as_its_loan_ended_is_placed_again_at_once_but_only_once(
+    store: Store, agent: ModelAgent, opened: OpenLoan, submit: Submit, deciding: Deciding
+) -> None:
+    """The node was told that nothing waits, and ends the loan by itself."""
+    await agent.lend(opened)
+    await agent.run(opened, opened.attempts[0])
+    job_id = await submit(hbm_bytes=GIB // 8)
+
+    async def starts(later: float = 0.0) -> list[StartAttempt]:
+        await deciding(later)
+        return [each.order for each in await agent.orders() if isinstance(each.order, StartAttempt)]
+
+    over = Reason(code=LOAN_OVER, sentence="the loan takes no more work")
+    for _ in range(2):
+        [start] = await starts()
+        assert start.attempt.job_id == job_id
+        await agent.attempt(start, start.attempt, AttemptState.ENDED, end=AttemptEnd.NOT_STARTED, reason=over)
+        assert (await store.get_job(job_id)).state is JobState.QUEUED
+    assert await starts() == []
+    assert len(await starts(11.0)) == 1
 
 
 async def test_jobs_that_are_too_large_for_one_order_follow_it(
