@@ -239,7 +239,10 @@ class AttemptRun:
             if self.over or self._stop is not None:
                 self.end_unstarted(None)
                 return None
-            self.loan.step(LoanStep.SPAWN_INTENT, attempt_id=self.attempt_id)
+            if not self._write_intent():
+                sentence = "the agent's disk is full: that this job was started could not be written down"
+                self.end_unstarted(Reason(code="DiskReserve", sentence=sentence))
+                return None
             self.started = True
         stopper = asyncio.create_task(self._stop_when_asked(process))
         try:
@@ -253,6 +256,13 @@ class AttemptRun:
             return await process.wait_ended()
         finally:
             stopper.cancel()
+
+    def _write_intent(self) -> bool:
+        """False if it is not on disk: an agent that starts after a crash would not know that the job may have run."""
+        journal = self.node.journal
+        if not journal.in_memory:
+            self.loan.step(LoanStep.SPAWN_INTENT, attempt_id=self.attempt_id)
+        return not journal.in_memory  # this very write may have been the one that did not fit
 
     async def _stop_when_asked(self, process: AttemptProcess) -> None:
         told: Stop | None = None

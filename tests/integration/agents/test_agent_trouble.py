@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from lull.agents import daemon as daemon_module
 from lull.agents.engine_process import EngineWillNotDie
 from lull.agents.gates.base import GateUnreachable
 from lull.agents.processes import is_same
-from lull.agents.protocol.loans import LoanState
+from lull.agents.protocol.loans import LoanState, LoanStep
 from lull.agents.protocol.wire import GateState
 from tests.agent_node import MIB, AgentNode, EngineUnderTest, agent_node
 from tests.small_disk import small_disk
@@ -60,6 +61,34 @@ async def test_a_full_disk_brings_the_engine_back_and_lends_no_more(tmp_path: Pa
             await node.open_loan(node.job(["true"]), loan_id="loan-3", epoch=3)
             await node.until_closed("loan-3")
             assert "lent" in node.states("loan-3")
+
+
+@pytest.mark.parametrize("at", [LoanStep.SETTLED, LoanStep.SPAWN_INTENT])
+async def test_no_job_is_started_that_only_memory_knows_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: LoanStep
+) -> None:
+    async with agent_node(tmp_path) as node:
+        assert node.daemon is not None
+        journal = node.daemon.journal
+        write_step = journal.write_step
+        monkeypatch.setattr(journal, "mend", lambda: False)
+
+        def fills_up(loan_id: str, step: LoanStep, **given: Any) -> None:
+            write_step(loan_id, step, **given)
+            if step is at:
+                journal._file._go_on_in_memory(OSError("no space"))
+
+        monkeypatch.setattr(journal, "write_step", fills_up)
+        job = node.job([sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"])
+        await node.open_loan(job)
+        await node.until_closed()
+        assert journal.in_memory
+        assert not (tmp_path / "ran").exists()
+        end = node.attempt_end(job.attempt_id)
+        assert end is not None
+        assert (end["end"], end["reason"]["code"]) == ("not_started", "DiskReserve")
+        await node.ready()
+        assert (await node.ask()).status_code == 200
 
 
 async def test_a_port_in_use_is_said_once_and_the_agent_goes_on(
