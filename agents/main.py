@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final, TextIO, cast
 
 import structlog
 
@@ -74,6 +75,21 @@ def _new_loop() -> Any:
     return uvloop.new_event_loop
 
 
+class LossyStream:
+    """Drops what cannot be written: a full disk or a closed pipe behind the log must not end what the log is about."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
 def _log_to_stderr() -> None:
     structlog.configure(
         processors=[
@@ -83,6 +99,6 @@ def _log_to_stderr() -> None:
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", LossyStream(sys.stderr))),
         cache_logger_on_first_use=True,
     )

@@ -5,7 +5,8 @@ LullMemoryError
 ├── OutOfHostMemory       no room in host memory for a backup or for host-device pages; nothing changed
 ├── DriverError           a driver call was refused or misused; that call changed nothing
 │   ├── DeviceFailed      a sticky error: the device is lost to this process, and what it held with it
-│   └── LedgerBusy        another process keeps the device's ledger locked
+│   ├── LedgerBusy        another process keeps the device's ledger locked
+│   └── LedgerUnwritable  the disk of the device's ledger takes nothing: nothing was charged
 ├── UnsupportedMode       this device cannot honour the restore mode
 ├── HostMemoryNotPinned   backups must be page-locked and the system does not allow it; nothing changed
 ├── LayoutChanged         an allocation would change the layout of a tag that is parked, or it was woken as another
@@ -62,6 +63,10 @@ class DeviceFailed(DriverError):
 
 class LedgerBusy(DriverError):
     """The lock of the device's ledger could not be had within its bound."""
+
+
+class LedgerUnwritable(DriverError):
+    """The ledger on disk is the one before; asking again helps once its disk has room."""
 
 
 class UnsupportedMode(LullMemoryError, ValueError):

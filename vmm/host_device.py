@@ -14,14 +14,14 @@ import os
 import re
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
 from . import host_memory
-from .errors import LedgerBusy, OutOfDeviceMemory
+from .errors import LedgerBusy, LedgerUnwritable, OutOfDeviceMemory
 
 KINDS: Final = ("discrete", "unified")
 ENVIRONMENT_NAME: Final = "LULL_HOST_DEVICE"
@@ -90,13 +90,13 @@ class HostDevice:
             "created_at": time.time(),
         }
         draft = path / f"device.json.{os.getpid()}.{uuid4().hex}"
-        draft.write_text(json.dumps(description), encoding="utf-8")
         try:
+            draft.write_text(json.dumps(description), encoding="utf-8")
             os.link(draft, path / "device.json")  # fails if it exists: one of two makers wins
         except FileExistsError:
             pass
         finally:
-            draft.unlink()
+            draft.unlink(missing_ok=True)
         device = cls.open(path)
         if (device.capacity_bytes, device.kind) != (capacity_bytes, kind) or uuid not in (None, device.uuid):
             raise ValueError(
@@ -178,8 +178,14 @@ class HostDevice:
     def _write(self, rows: list[Charge]) -> None:
         content = {"boot_id": _boot_id(), "rows": [asdict(row) for row in rows]}
         draft = self.path / "ledger.new"  # one name: we hold the lock
-        draft.write_text(json.dumps(content), encoding="utf-8")
-        draft.replace(self.path / "ledger")
+        try:
+            draft.write_text(json.dumps(content), encoding="utf-8")
+            draft.replace(self.path / "ledger")
+        except OSError as error:
+            with suppress(OSError):
+                draft.unlink()  # a full disk took half of it
+            reason = f"{self.path} cannot be written ({error.strerror}): give its disk room, then try again"
+            raise LedgerUnwritable("ledger", reason) from error
 
     @contextmanager
     def _locked(self) -> Generator[None]:

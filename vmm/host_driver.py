@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from . import host_memory
 from .driver import Access, Handle
-from .errors import DeviceFailed, DriverError, LedgerBusy, LullMemoryError, OutOfHostMemory
+from .errors import DeviceFailed, DriverError, LedgerBusy, LedgerUnwritable, LullMemoryError, OutOfHostMemory
 from .host_device import Charge, HostDevice, process_key
 from .host_pages import commit_pages
 
@@ -326,7 +326,7 @@ class HostDriver:
             self._undischarged.add(key)
         try:
             self._settle_discharges()
-        except (LedgerBusy, OSError) as error:
+        except (LedgerBusy, LedgerUnwritable, OSError) as error:
             _log.warning("device %s: %s is free but still charged: %s", self.device.uuid, key, error)
 
     def _settle_discharges(self) -> None:

@@ -8,6 +8,7 @@ flight may end within a bound; a second SIGTERM ends at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import logging
@@ -151,7 +152,10 @@ class Gateway:
         self._site = web.SockSite(runner, public, backlog=_BACKLOG)
         await self._site.start()
         await web.SockSite(control_runner, self._control_socket.listener).start()
-        _write_pid_file(settings.pid_file, me.pid)
+        try:
+            _write_pid_file(settings.pid_file, me.pid)
+        except OSError as error:  # the control socket knows the pid as well
+            _log.error("%s is not written: %s", settings.pid_file, error)
         _log.info("listening on http://%s, control %s", self.listen, settings.control)
 
     async def stop(self, hurry: asyncio.Event) -> None:
@@ -199,8 +203,13 @@ class Gateway:
 
 def _write_pid_file(path: Path, pid: int) -> None:
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text(f"{pid}\n", encoding="ascii")
-    os.replace(fresh, path)
+    try:
+        fresh.write_text(f"{pid}\n", encoding="ascii")
+        os.replace(fresh, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise
 
 
 def _remove_pid_file(path: Path, pid: int) -> None:
@@ -235,7 +244,8 @@ async def _serve(settings: GatewaySettings) -> None:
         loop.add_signal_handler(number, on_signal)
     gateway = Gateway(settings)
     await gateway.start()
-    print(f"lull gateway: listening on http://{gateway.listen}, control {settings.control}", flush=True)  # noqa: T201
+    with contextlib.suppress(OSError):  # into a file, as a rule: its disk may be full
+        print(f"lull gateway: listening on http://{gateway.listen}, control {settings.control}", flush=True)  # noqa: T201
     await stop.wait()
     await gateway.stop(hurry)
 

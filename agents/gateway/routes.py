@@ -7,6 +7,7 @@ and requests for known models wait instead of failing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -239,12 +240,21 @@ class RouteTable:
         self._saved_text = text
 
     async def save(self) -> None:
-        """Returns when the file on disk holds the routes as they are now or later."""
+        """Returns when the file on disk holds the routes as they are now or later, or when its disk refuses them.
+
+        What is in force is in memory. A gateway that starts from an older file has every gate closed, and its agent
+        says all of it again: that is no reason to leave an engine closed. The next call writes what is missing.
+        """
         async with self._saving:
             text = self._text()
-            if text != self._saved_text:
+            if text == self._saved_text:
+                return
+            try:
                 await asyncio.to_thread(_write_durably, self._file, text)
-                self._saved_text = text
+            except OSError as error:
+                _log.error("%s is not written, its disk refuses it: %s", self._file, error)
+                return
+            self._saved_text = text
 
     def _text(self) -> str:
         routes = [
@@ -261,12 +271,17 @@ class RouteTable:
 
 def _write_durably(path: Path, text: str) -> None:
     fresh = path.with_suffix(".new")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
+    try:
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fresh.unlink()  # a full disk took a part of it
+        raise
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)
