@@ -27,12 +27,13 @@ from tests.fake_cuda.library import FakeCuda, load
 from tests.memory import GRANULE_BYTES, small_driver
 
 REAL_GPU_ENVIRONMENT_NAME = "LULL_TEST_GPU"  # set by tests/gpu/run.py: use the real driver, not the fake
+UNIT_BYTES_ENVIRONMENT_NAME = "LULL_TEST_GPU_UNIT_BYTES"  # smaller ones, to try the command itself without a GPU
 CHILD_SECONDS_MAX = 60
 GIB = 1 << 30
 
 _CHILD = """
 import ctypes, os, sys
-from lull.vmm import Access, DeviceFailed, Handle, HostDevice, HostDriver, LullMemoryError, OutOfDeviceMemory
+from lull.vmm import Access, Handle, HostDevice, HostDriver, LullMemoryError, OutOfDeviceMemory
 if "LULL_HOST_DEVICE" in os.environ:
     driver = HostDriver(HostDevice.from_environment()[0], granularity_bytes={granule_bytes})
 else:
@@ -181,7 +182,8 @@ def _fake(*, strict: bool) -> Callable[[Path, pytest.MonkeyPatch], Rig]:
 def _real(_: Path, __: pytest.MonkeyPatch) -> Rig:
     driver = CudaDriver(CudaDriver.devices()[0])
     driver.synchronize()  # the context takes its own memory now, and not under a measurement
-    return Rig(driver, GIB // 4, GIB // 16, False, {}, seconds_max=20.0)
+    unit_bytes = int(os.environ.get(UNIT_BYTES_ENVIRONMENT_NAME, GIB // 4))
+    return Rig(driver, unit_bytes, unit_bytes // 4, False, {}, seconds_max=20.0)
 
 
 def rig_makers() -> dict[str, Callable[[Path, pytest.MonkeyPatch], Rig]]:
