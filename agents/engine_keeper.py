@@ -25,6 +25,7 @@ log = structlog.get_logger(__name__)
 
 _BACK_OFF_SECONDS_MAX: Final = 60.0
 _UNHEALTHY_LOOKS_MAX: Final = 5
+_NO_PROCESS: Final = "no process"
 # What may go wrong with an engine and is tried again; anything else is our own fault and ends the agent.
 ENGINE_TROUBLE: Final = (AgentError, EngineWillNotDie, OSError)  # GateError is an AgentError
 
@@ -63,6 +64,34 @@ class EngineKeeper(EngineHand):
     def needs_other_flags(self) -> bool:
         wanted = {tag: str(mode) for tag, mode in self.policy.restore_modes.items()}
         return self.process is not None and self.process.alive and self.modes_in_effect() != wanted
+
+    # ---- what operators want ------------------------------------------------------------------------------------
+
+    def want_restart(self) -> None:
+        """A supervised engine is restarted as soon as the keeper has it, also one that was given up."""
+        self.remember(given_up=None, restart_of=self.incarnation or _NO_PROCESS)
+        self.restart_wanted = True
+        self.poke()
+
+    def give_up(self) -> None:
+        """From now on it is left as it is, its gate closed, until somebody wants it restarted, or an attached one's
+        owner has restarted it. Raises OSError."""
+        self.remember(verified=None, given_up=self.incarnation or _NO_PROCESS)
+        self.restart_wanted, self.verified = False, False
+
+    def take_up(self) -> None:
+        """It was not given up after all."""
+        self.remember(given_up=None)
+
+    def _is_given_up(self) -> bool:
+        given_up = self.data.get("given_up")
+        return given_up is not None and (self.process is not None or given_up == (self.incarnation or _NO_PROCESS))
+
+    async def _leave_alone(self) -> None:
+        await self.close_gate()
+        self.state = EngineState.GONE if self.process_identity is None else EngineState.FAILED
+        self.reason = Reason(code="GivenUp", sentence=f"engine {self.name} was given up; restart it to use it again")
+        self.report()
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -109,6 +138,11 @@ class EngineKeeper(EngineHand):
     async def look_after(self) -> None:
         """One round: leaves a right engine alone, brings any other back."""
         await self.ensure_route()
+        if self._is_given_up():
+            await self._leave_alone()
+            return
+        if self.data.get("restart_of") == (self.incarnation or _NO_PROCESS):
+            self.restart_wanted = True  # an earlier agent was told to
         if self.process is not None and (self.restart_wanted or self.needs_other_flags()):
             await self._stop_gently()
         elif await self._is_well():
@@ -212,7 +246,7 @@ class EngineKeeper(EngineHand):
             await self.prove_room(step)
             self.process.start(self.policy)
             self.restart_wanted = False
-            self.remember(started_in_boot=self.node.boot_id, released=None, verified=None)
+            self.remember(started_in_boot=self.node.boot_id, released=None, verified=None, restart_of=None)
             log.info("engine started", engine=self.name, incarnation=self.incarnation)
         self.set_state(EngineState.STARTING)
         return await self._wait_healthy()

@@ -10,7 +10,7 @@ What happens in each state is in the modules beside this one: ``loan_release`` (
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -60,6 +60,8 @@ class Loan:
         self.closed = asyncio.Event()
         self.holding = asyncio.Event()  # set once this loan alone acts on its engines
         self.changed = asyncio.Event()  # something came in: a recall, an attempt, a new deadline
+        self._given_up = False
+        self._restoring: asyncio.Task[None] | None = None
         self._recalled = asyncio.Event()
         self.recall_reason = row.recalled
         # What was told since it was opened is not written down: an agent that starts again waits to be told anew.
@@ -166,6 +168,28 @@ class Loan:
         for run in self.live_attempts:
             run.set_restore_by(self.restore_by_boottime)
         self.changed.set()
+
+    def give_up(self) -> str | None:
+        """An operator does not want its engines brought back: closed as it is; or why it is not."""
+        if self.state is not LoanState.FAULTED:
+            return f"the loan is {self.state}: only a faulted one can be given up"
+        if self.unkillable:
+            return self.unkillable[0][1].sentence
+        lost = [engine for engine in self.engines if self.holds(engine)]
+        try:
+            for engine in lost:
+                engine.give_up()
+        except OSError as error:
+            for engine in lost:
+                engine.take_up()
+            return f"it cannot be written down: {error}"
+        names = ", ".join(engine.name for engine in lost)
+        sentence = f"an operator gave the loan up; the gate of {names} stays closed until it is restarted by hand"
+        self._given_up = True
+        if self._restoring is not None:
+            self._restoring.cancel()
+        self.take(LoanEvent.GIVEN_UP, Reason(code="GivenUp", sentence=sentence))
+        return None
 
     # ---- what is written down ---------------------------------------------------------------------------------
 
@@ -303,11 +327,21 @@ class Loan:
             case LoanState.RECALLING:
                 await loan_work.clear(self)
             case LoanState.WAKING | LoanState.VERIFYING:
-                await loan_restore.restore(self)
+                await self._until_given_up(loan_restore.restore(self))
             case LoanState.FAULTED:
-                await loan_restore.recover(self)
+                await self._until_given_up(loan_restore.recover(self))
             case LoanState.CLOSED:
                 return
+
+    async def _until_given_up(self, act: Coroutine[Any, Any, None]) -> None:
+        self._restoring = asyncio.create_task(act)
+        try:
+            await asyncio.wait((self._restoring,))
+        finally:
+            self._restoring.cancel()
+            await asyncio.gather(self._restoring, return_exceptions=True)
+        if not self._given_up:
+            self._restoring.result()
 
     def end_unstarted(self, reason: Reason | None) -> None:
         """Every attempt that was never started is over, proved: its job may be queued again."""

@@ -18,6 +18,7 @@ from .protocol.wire import (
     AttemptState,
     ExpectWork,
     FetchLog,
+    GiveUpLoan,
     LoanChanged,
     OpenLoan,
     OrderAnswer,
@@ -91,6 +92,8 @@ class Orders:
                 self._loan(order.loan_id).recall(order.reason)
             case ExpectWork():
                 self._loan(order.loan_id).expect_work(order.more)
+            case GiveUpLoan():
+                self._refuse_if(self._loan(order.loan_id).give_up())
             case SetRestoreBy():
                 self._loan(order.loan_id).set_restore_by(order.restore_by_seconds)
             case SetPolicy():
@@ -198,13 +201,18 @@ class Orders:
         keeper = self._daemon.keepers.get(order.engine_id)
         if keeper is None:
             raise OrderRefused("no such engine is on this node")
-        refusal = keeper.set_policy(order.version, order.policy)
-        if refusal is not None:
-            raise OrderRefused(refusal)
+        self._refuse_if(keeper.set_policy(order.version, order.policy))
 
     def _restart(self, order: RestartEngine) -> None:
         keeper = self._daemon.keepers.get(order.engine_id)
         if keeper is None or keeper.process is None:
             raise OrderRefused("no such supervised engine is on this node")
-        keeper.restart_wanted = True
-        keeper.poke()
+        for device_id in keeper.device_ids:
+            loan = self._daemon.loan_on(device_id)
+            if loan is not None:
+                raise OrderRefused(f"device {device_id} of engine {keeper.name} is in loan {loan.loan_id}")
+        keeper.want_restart()
+
+    def _refuse_if(self, refusal: str | None) -> None:
+        if refusal is not None:
+            raise OrderRefused(refusal)

@@ -22,7 +22,7 @@ from ..agents.protocol.wire import PROTOCOL_VERSION, OrderEnvelope, Register, Re
 from ..scheduler import errors
 from ..scheduler.requests import JobRequest
 from ..scheduler.store import Store
-from . import agents, engines, events, jobs, loans, logs, nodes, schemas, usage
+from . import agents, attempts, engines, events, jobs, loans, logs, nodes, schemas, usage
 from .auth import Authenticator
 from .middleware import Envelope
 from .problems import MEDIA_TYPE, Problem, invalid_field, invalid_request
@@ -35,6 +35,7 @@ AGENT_BODY_BYTES_MAX: Final = 16 * 1024 * 1024  # 500 reports, or all that a lar
 _BODIES: Final[Sequence[tuple[type[BaseModel], Literal["validation", "serialization"]]]] = (
     (JobRequest, "validation"),
     (EnginePolicy, "validation"),
+    (attempts.ResolveRequest, "validation"),
     (Register, "validation"),
     (ReportBatch, "validation"),
     (OrderEnvelope, "validation"),
@@ -106,7 +107,7 @@ def create_app(
         },
     )
     app.state.services = Services.of(store, times)
-    for module in (jobs, logs, engines, nodes, loans, usage, events, agents):
+    for module in (jobs, attempts, logs, engines, nodes, loans, usage, events, agents):
         app.include_router(module.router, prefix=PREFIX)
     app.include_router(system, prefix=PREFIX)
     app.add_route("/livez", livez, include_in_schema=False)

@@ -152,6 +152,25 @@ class Client:
     def cancel(self, job_id: str) -> schemas.Job:
         return self._read(schemas.Job, "POST", f"/jobs/{_segment(job_id)}/cancel")
 
+    def hold(self, job_id: str) -> schemas.Job:
+        """A queued job waits until it is released."""
+        return self._read(schemas.Job, "POST", f"/jobs/{_segment(job_id)}/hold")
+
+    def release(self, job_id: str) -> schemas.Job:
+        return self._read(schemas.Job, "POST", f"/jobs/{_segment(job_id)}/release")
+
+    def retry(self, job_id: str, *, idempotency_key: str | None = None) -> schemas.Job:
+        """A new job that asks for what this one asked, which has ended without success."""
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
+        return self._read(schemas.Job, "POST", f"/jobs/{_segment(job_id)}/retry", headers=headers)
+
+    def resolve(
+        self, attempt_id: str, outcome: Literal["failed", "requeue"], *, confirm: bool = False
+    ) -> schemas.Attempt:
+        """Ends an attempt of unknown fate; ``requeue`` needs ``confirm``: its job may then run twice at once."""
+        body = {"outcome": outcome, "confirm": confirm}
+        return self._read(schemas.Attempt, "POST", f"/attempts/{_segment(attempt_id)}/resolve", json=body)
+
     def wait(self, job_id: str, timeout: float | None = None) -> schemas.Job:
         """The job once it has ended; raises WaitTimeout after ``timeout`` seconds (None: waits for ever)."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -228,6 +247,10 @@ class Client:
         path = f"/engines/{_segment(engine)}/policy"
         return self._read(schemas.PolicyView, "PUT", path, json=body, headers=headers)
 
+    def restart_engine(self, engine: str) -> schemas.Engine:
+        """Orders a supervised engine to be restarted."""
+        return self._read(schemas.Engine, "POST", f"/engines/{_segment(engine)}/restart")
+
     # ---- nodes, loans, history ----
 
     def nodes(self) -> list[schemas.Node]:
@@ -246,6 +269,10 @@ class Client:
     def loan(self, loan_id: str) -> schemas.Loan:
         """With its steps."""
         return self._read(schemas.Loan, "GET", f"/loans/{_segment(loan_id)}")
+
+    def give_up_loan(self, loan_id: str) -> schemas.Loan:
+        """Orders a faulted loan to be closed as it is; the gates of its engines stay closed."""
+        return self._read(schemas.Loan, "POST", f"/loans/{_segment(loan_id)}/give-up")
 
     def usage(
         self,

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Header, Request, Response
 
 from ..agents.protocol.policy import EnginePolicy
 from . import schemas, views
+from .caching import NOT_MODIFIED, answer
 from .problems import invalid_field
 from .services import now, principal_of, read_body, services_of
 
@@ -17,15 +18,28 @@ router = APIRouter(tags=["engines"])
 _ETAG_PATTERN: Final = re.compile(r'(?:W/)?"(\d{1,18})"')
 
 
-@router.get("/engines", summary="List engines")
-async def list_engines(request: Request) -> schemas.EngineList:
+@router.get("/engines", response_model=schemas.EngineList, responses=NOT_MODIFIED, summary="List engines")
+async def list_engines(request: Request) -> Response:
     rows = await services_of(request).store.list_engines()
-    return schemas.EngineList(items=[views.engine_of(row) for row in rows])
+    return answer(request, schemas.EngineList(items=[views.engine_of(row) for row in rows]))
 
 
-@router.get("/engines/{engine}", summary="Show an engine by id or name")
-async def show(request: Request, engine: str) -> schemas.Engine:
-    return views.engine_of(await services_of(request).store.get_engine(engine))
+@router.get(
+    "/engines/{engine}", response_model=schemas.Engine, responses=NOT_MODIFIED, summary="Show an engine by id or name"
+)
+async def show(request: Request, engine: str) -> Response:
+    return answer(request, views.engine_of(await services_of(request).store.get_engine(engine)))
+
+
+@router.post(
+    "/engines/{engine}/restart",
+    status_code=202,
+    summary="Restart a supervised engine; not while its devices are lent or it is parked",
+)
+async def restart(request: Request, response: Response, engine: str) -> schemas.Engine:
+    row = await services_of(request).store.restart_engine(engine, principal_of(request), now())
+    response.headers["Location"] = f"/api/v1/engines/{row.id}"
+    return views.engine_of(row)
 
 
 @router.get("/engines/{engine}/policy", summary="An engine's policy; its version is the ETag")

@@ -1,4 +1,4 @@
-"""Jobs: submit, list, show, cancel, attempts."""
+"""Jobs: submit, list, show, cancel, hold, release, retry, attempts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..scheduler.lifecycle import TERMINAL_JOB_STATES, JobState
 from ..scheduler.model import JobRow
 from ..scheduler.requests import JobRequest
 from . import schemas, views
+from .caching import NOT_MODIFIED, answer
 from .problems import invalid_field
 from .services import PAGE_MAX, Services, now, principal_of, read_body, services_of
 
@@ -22,6 +23,13 @@ router = APIRouter(tags=["jobs"])
 WAIT_SECONDS_MAX: Final = 60.0
 ENDED: Final = frozenset(TERMINAL_JOB_STATES)
 _KEY_PATTERN: Final = re.compile(r"[\x21-\x7e]{1,255}")
+_KEY_PARAMETER: Final = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string", "maxLength": 255},
+    "description": "The same key with the same body within 24 h answers with the same job",
+}
 
 
 @router.post(
@@ -37,15 +45,7 @@ _KEY_PATTERN: Final = re.compile(r"[\x21-\x7e]{1,255}")
             "required": True,
             "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobRequest"}}},
         },
-        "parameters": [
-            {
-                "name": "Idempotency-Key",
-                "in": "header",
-                "required": False,
-                "schema": {"type": "string", "maxLength": 255},
-                "description": "The same key with the same body within 24 h answers with the same job",
-            }
-        ],
+        "parameters": [_KEY_PARAMETER],
     },
 )
 async def submit(request: Request) -> Response:
@@ -53,9 +53,7 @@ async def submit(request: Request) -> Response:
     wanted = await read_body(request, JobRequest)
     services = services_of(request)
     principal, at = principal_of(request), now()
-    key = request.headers.get("idempotency-key")
-    if key is not None and not _KEY_PATTERN.fullmatch(key):
-        raise invalid_field("Idempotency-Key", "use 1 to 255 printable ASCII characters without spaces")
+    key = _idempotency_key(request)
     digest = _digest(wanted) if key is not None else ""
     result = await services.store.submit_job(wanted, principal, key, digest, at)
     if result.replayed:
@@ -65,7 +63,7 @@ async def submit(request: Request) -> Response:
     return _json(job, status, {"Location": f"/api/v1/jobs/{result.job_id}"})
 
 
-@router.get("/jobs", response_model=schemas.JobPage, summary="List jobs, newest first")
+@router.get("/jobs", response_model=schemas.JobPage, responses=NOT_MODIFIED, summary="List jobs, newest first")
 async def list_jobs(
     request: Request,
     state: Annotated[list[JobState] | None, Query(description="Only jobs in one of these states")] = None,
@@ -75,10 +73,15 @@ async def list_jobs(
 ) -> Response:
     store = services_of(request).store
     rows, next_cursor = await store.list_jobs(states=state or (), project=project, limit=limit, cursor=cursor)
-    return _json(schemas.JobPage(items=[views.job_of(row) for row in rows], next_cursor=next_cursor))
+    return answer(request, schemas.JobPage(items=[views.job_of(row) for row in rows], next_cursor=next_cursor))
 
 
-@router.get("/jobs/{job_id}", response_model=schemas.Job, summary="Show a job with its reasons and attempts")
+@router.get(
+    "/jobs/{job_id}",
+    response_model=schemas.Job,
+    responses=NOT_MODIFIED,
+    summary="Show a job with its reasons and attempts",
+)
 async def show(
     request: Request,
     job_id: str,
@@ -90,7 +93,7 @@ async def show(
     row = await services.store.get_job(job_id)
     if wait_seconds > 0 and row.state not in TERMINAL_JOB_STATES:
         row = await _wait_ended(services, job_id, wait_seconds)
-    return _json(views.job_of(row))
+    return answer(request, views.job_of(row))
 
 
 async def _wait_ended(services: Services, job_id: str, seconds: float) -> JobRow:
@@ -111,10 +114,42 @@ async def cancel(request: Request, job_id: str) -> schemas.Job:
     return views.job_of(row)
 
 
+@router.post("/jobs/{job_id}/hold", summary="Keep a queued job from being started until it is released")
+async def hold(request: Request, job_id: str) -> schemas.Job:
+    return views.job_of(await services_of(request).store.hold_job(job_id, principal_of(request), now()))
+
+
+@router.post("/jobs/{job_id}/release", summary="Let a held job be started")
+async def release(request: Request, job_id: str) -> schemas.Job:
+    return views.job_of(await services_of(request).store.release_job(job_id, principal_of(request), now()))
+
+
+@router.post(
+    "/jobs/{job_id}/retry",
+    status_code=201,
+    response_model=schemas.Job,
+    summary="Submit anew what a job asked for that has ended without success",
+    responses={200: {"model": schemas.Job, "description": "This Idempotency-Key was used before for this job"}},
+    openapi_extra={"parameters": [_KEY_PARAMETER]},
+)
+async def retry(request: Request, job_id: str) -> Response:
+    store = services_of(request).store
+    result = await store.retry_job(job_id, principal_of(request), _idempotency_key(request), now())
+    job = views.job_of(await store.get_job(result.job_id))
+    return _json(job, 200 if result.replayed else 201, {"Location": f"/api/v1/jobs/{job.id}"})
+
+
 @router.get("/jobs/{job_id}/attempts", summary="List a job's attempts, oldest first")
 async def attempts(request: Request, job_id: str) -> schemas.AttemptList:
     rows = await services_of(request).store.list_attempts(job_id)
     return schemas.AttemptList(items=[views.attempt_of(row) for row in rows])
+
+
+def _idempotency_key(request: Request) -> str | None:
+    key = request.headers.get("idempotency-key")
+    if key is not None and not _KEY_PATTERN.fullmatch(key):
+        raise invalid_field("Idempotency-Key", "use 1 to 255 printable ASCII characters without spaces")
+    return key
 
 
 def _digest(wanted: JobRequest) -> str:

@@ -52,6 +52,7 @@ ENGINE: Final = Branch(
     {
         "list": Leaf("engine", "list_engines", "List engines."),
         "show": Leaf("engine", "show", "Show one engine."),
+        "restart": Leaf("engine", "restart", "Restart a supervised engine."),
         "policy": Branch(
             "When and how an engine may be lent.",
             {
@@ -73,7 +74,7 @@ TREE: Final = Branch(
         "cancel": _CANCEL,
         "wait": _WAIT,
         "job": Branch(
-            "Jobs: submit, watch, cancel.",
+            "Jobs: submit, watch, hold, cancel, run again.",
             {
                 "submit": _SUBMIT,
                 "list": _LIST,
@@ -82,6 +83,10 @@ TREE: Final = Branch(
                 "cancel": _CANCEL,
                 "wait": _WAIT,
                 "explain": Leaf("job", "explain", "Say why a job waits."),
+                "hold": Leaf("job", "hold", "Keep queued jobs from being started."),
+                "release": Leaf("job", "release", "Let held jobs be started."),
+                "retry": Leaf("job", "retry", "Submit anew what jobs asked for that ended without success."),
+                "resolve": Leaf("job", "resolve", "Decide what became of a job of which nobody can say it."),
             },
         ),
         "engine": ENGINE,
@@ -97,6 +102,7 @@ TREE: Final = Branch(
             {
                 "list": Leaf("loan", "list_loans", "List loans."),
                 "show": Leaf("loan", "show", "Show one loan, step by step."),
+                "give-up": Leaf("loan", "give_up", "Close a faulted loan as it is; its gates stay closed."),
             },
         ),
         "usage": Leaf("usage", "usage", "Who held each device, interval by interval."),

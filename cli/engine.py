@@ -1,4 +1,4 @@
-"""`lull engine list` and `show`."""
+"""`lull engine list`, `show` and `restart`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,16 @@ def list_engines(session: Session) -> None:
 def show(session: Session, engine: EngineArgument) -> None:
     """Show one engine."""
     session.out.item(session.client.engine(engine), engine_lines)
+
+
+@client_command
+def restart(session: Session, engine: EngineArgument) -> None:
+    """Restart a supervised engine. Refused while its devices are lent or it is parked."""
+    found = session.client.restart_engine(engine)
+    if session.out.for_people:
+        session.out.print(f"engine {found.name}: is to be restarted")
+    else:
+        session.out.item(found, lambda _: [])
 
 
 def engine_lines(row: Row) -> list[str]:

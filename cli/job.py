@@ -1,8 +1,9 @@
-"""`lull job …`: list, show, explain, cancel, wait."""
+"""`lull job …`: list, show, explain, cancel, hold, release, retry, resolve, wait."""
 
 from __future__ import annotations
 
 import itertools
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from ..api.schemas import Job
 
 LIST_ROWS_DEFAULT = 100
+
+
+class Outcome(StrEnum):
+    FAILED = "failed"
+    REQUEUE = "requeue"
+
+
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
 
 
@@ -139,15 +147,74 @@ def explain(session: Session, job: JobArgument) -> None:
         )
 
 
+JobsArgument = Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids.")]
+
+
 @client_command
-def cancel(session: Session, jobs: Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids.")]) -> None:
+def cancel(session: Session, jobs: JobsArgument) -> None:
     """Cancel jobs. A running one gets SIGTERM, and SIGKILL after its grace."""
     for job in jobs:
-        cancelled = session.client.cancel(job)
-        if session.out.for_people:
-            session.out.print(f"job {cancelled.id}: {cancelled.state}")
+        _print_state(session, session.client.cancel(job))
+
+
+@client_command
+def hold(session: Session, jobs: JobsArgument) -> None:
+    """Keep queued jobs from being started until they are released."""
+    for job in jobs:
+        _print_state(session, session.client.hold(job))
+
+
+@client_command
+def release(session: Session, jobs: JobsArgument) -> None:
+    """Let held jobs be started."""
+    for job in jobs:
+        _print_state(session, session.client.release(job))
+
+
+@client_command
+def retry(
+    session: Session,
+    jobs: JobsArgument,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print only the new ids.")] = False,
+) -> None:
+    """Submit anew what jobs asked for that have ended without success; their results stay."""
+    for job in jobs:
+        new = session.client.retry(job)
+        if quiet:
+            session.out.print(new.id)
         else:
-            session.out.item(cancelled, lambda _: [], name="id")
+            _print_state(session, new)
+
+
+@client_command
+def resolve(
+    session: Session,
+    job: JobArgument,
+    outcome: Annotated[
+        Outcome, typer.Option("--as", help="failed: the job has failed, it is lost. requeue: start it anew.")
+    ],
+    yes: Annotated[bool, typer.Option("--yes", help="It may then run twice at once: I know that it does not.")] = False,
+) -> None:
+    """Decide what became of a job whose node is silent or cannot say."""
+    found = session.client.job(job)
+    if not found.attempts:
+        fail(f"job {found.id} is {found.state} and has no attempt to resolve", ExitCode.CONFLICT)
+    attempt = found.attempts[-1]
+    if outcome is Outcome.REQUEUE and not yes:
+        fail(
+            f"nobody knows whether attempt {attempt.no} of job {found.id} still runs on node {attempt.node_id},"
+            " and a second one would be started; make sure that it does not run, then add --yes",
+            ExitCode.USAGE,
+        )
+    session.client.resolve(attempt.id, outcome.value, confirm=yes)
+    _print_state(session, session.client.job(job))
+
+
+def _print_state(session: Session, job: Job) -> None:
+    if session.out.for_people:
+        session.out.print(f"job {job.id}: {job.state}")
+    else:
+        session.out.item(job, lambda _: [], name="id")
 
 
 @client_command

@@ -1,4 +1,4 @@
-"""`lull loan list` and `show`."""
+"""`lull loan list`, `show` and `give-up`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,24 @@ def list_loans(
     session.out.rows(session.client.loans(open_only=open_only, limit=limit).items, COLUMNS, name="id")
 
 
+LoanArgument = Annotated[str, typer.Argument(metavar="LOAN", help="Its id.")]
+
+
 @client_command
-def show(session: Session, loan: Annotated[str, typer.Argument(metavar="LOAN", help="Its id.")]) -> None:
+def show(session: Session, loan: LoanArgument) -> None:
     """Show one loan, step by step."""
     session.out.item(session.client.loan(loan), loan_lines, name="id")
+
+
+@client_command
+def give_up(session: Session, loan: LoanArgument) -> None:
+    """Close a faulted loan as it is: its engines' gates stay closed until they are restarted by hand."""
+    found = session.client.give_up_loan(loan)
+    if session.out.for_people:
+        state = "given up" if found.state == "closed" else f"{found.state}, is to be given up"
+        session.out.print(f"loan {found.id}: {state}")
+    else:
+        session.out.item(found, lambda _: [], name="id")
 
 
 def loan_lines(row: Row) -> list[str]:

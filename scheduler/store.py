@@ -36,6 +36,7 @@ from .sql import (
     decisions,
     job_writes,
     leadership,
+    operator_verbs,
     policies,
     reading,
     registration,
@@ -154,6 +155,48 @@ class Store:
         nothing. Raises NotFound; Conflict with the real state once the job has ended otherwise."""
         await self._write(lambda tx: job_writes.cancel(tx, job_id, principal, now))
         return await self.get_job(job_id, now)
+
+    async def hold_job(self, job_id: str, principal: str, now: float) -> JobRow:
+        """A queued job waits until it is released. Raises NotFound; Conflict unless it is queued or held."""
+        await self._write(lambda tx: job_writes.hold(tx, job_id, principal, now))
+        return await self.get_job(job_id, now)
+
+    async def release_job(self, job_id: str, principal: str, now: float) -> JobRow:
+        """Raises NotFound; Conflict unless it is held or queued."""
+        await self._write(lambda tx: job_writes.release(tx, job_id, principal, now))
+        return await self.get_job(job_id, now)
+
+    async def retry_job(self, job_id: str, principal: str, idempotency_key: str | None, now: float) -> SubmitResult:
+        """Submits anew what an ended job asked for; its own result stays. Raises NotFound, Conflict unless it has
+        ended without success, and what ``submit_job`` raises."""
+
+        def work(tx: Tx) -> SubmitResult:
+            request = job_writes.request_of_retry(tx, job_id)
+            digest = f"retry {job_id}"[:64]
+            return job_writes.submit(
+                tx, request, principal, idempotency_key, digest, now, self._queue_jobs_max, retry_of=job_id
+            )
+
+        return await self._write(work)
+
+    async def resolve_attempt(
+        self, attempt_id: str, outcome: operator_verbs.Outcome, principal: str, now: float
+    ) -> AttemptRow:
+        """Ends an attempt of unknown fate by an operator's word. `requeue` may run its job twice. Raises NotFound;
+        Conflict with the state of one that is not unknown."""
+        await self._write(lambda tx: operator_verbs.resolve_attempt(tx, attempt_id, outcome, principal, now))
+        return await self.get_attempt(attempt_id)
+
+    async def give_up_loan(self, loan_id: str, principal: str, now: float) -> LoanRow:
+        """Orders a faulted loan to be closed as it is. Raises NotFound; Conflict with the state of any other."""
+        await self._write(lambda tx: operator_verbs.give_up_loan(tx, loan_id, principal, now))
+        return await self.get_loan(loan_id)
+
+    async def restart_engine(self, id_or_name: str, principal: str, now: float) -> EngineRow:
+        """Orders a supervised engine to be restarted. Raises NotFound; Conflict while its devices are lent, while it
+        is parked, and for an attached one."""
+        engine_id = await self._write(lambda tx: operator_verbs.restart_engine(tx, id_or_name, principal, now))
+        return await self.get_engine(engine_id)
 
     async def list_engines(self) -> list[EngineRow]:
         return await self._read(reading.engine_rows)

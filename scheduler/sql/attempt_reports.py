@@ -36,7 +36,7 @@ def attempt_changed(tx: Tx, node_id: str, report: AttemptChanged, now: float) ->
         )
         return
     if attempt["state"] == AttemptState.ENDED.value:
-        _after_the_end(tx, attempt, report)
+        _after_the_end(tx, attempt, report, now)
         return
     values: dict[str, Any] = {"reported": True, "missing_incarnation": None}
     for name in ("started_at", "peak_hbm_bytes"):
@@ -82,8 +82,22 @@ def _job_started(tx: Tx, attempt: RowMapping, started_at: float, now: float) -> 
     )
 
 
-def _after_the_end(tx: Tx, attempt: RowMapping, report: AttemptChanged) -> None:
+def _after_the_end(tx: Tx, attempt: RowMapping, report: AttemptChanged, now: float) -> None:
     """The result is final; trouble in cleaning up goes to a field of its own."""
+    if attempt["end"] == AttemptEnd.LOST.value:
+        ended = f"ended: {report.end}" if report.state is AttemptState.ENDED else f"is {report.state}"
+        tx.event(
+            "lost_attempt_reported",
+            f"attempt {attempt['attempt_no']}, which was resolved as lost, {ended}; that changes nothing",
+            now,
+            actor="agent",
+            severity="warning",
+            job_id=attempt["job_id"],
+            attempt_id=attempt["id"],
+            loan_id=attempt["loan_id"],
+            node_id=attempt["node_id"],
+            data={"state": report.state.value, "end": report.end, "exit_code": report.exit_code},
+        )
     if report.cleanup is None or report.cleanup.model_dump(mode="json") == attempt["cleanup"]:
         return
     cleanup = as_json(report.cleanup)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import uuid_utils
-from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy import Connection, RowMapping, delete, func, insert, select
 
 from ..errors import Conflict, IdempotencyMismatch, NotFound, QueueFull, Unsatisfiable
 from ..lifecycle import TERMINAL_JOB_STATES, JobEvent, JobState
@@ -39,6 +39,7 @@ def submit(
     body_sha256: str,
     now: float,
     queue_jobs_max: int,
+    retry_of: str | None = None,
 ) -> SubmitResult:
     """The key's row commits with the job's: a repeated request finds both or neither."""
     if idempotency_key is not None:
@@ -83,11 +84,12 @@ def submit(
         )
     tx.event(
         "job_changed",
-        "the job was submitted",
+        "the job was submitted" if retry_of is None else f"the job was submitted to retry {retry_of}",
         now,
         actor=principal,
         job_id=job_id,
         to_state=JobState.QUEUED.value,
+        data={"retry_of": retry_of} if retry_of else None,
     )
     tx.touch("jobs", "decide")
     return SubmitResult(job_id, replayed=False)
@@ -142,9 +144,7 @@ def _check_possible(conn: Connection, request: JobRequest) -> None:
 
 
 def cancel(tx: Tx, job_id: str, principal: str, now: float) -> None:
-    job = locked_job(tx, job_id)
-    if job is None:
-        raise NotFound("job", job_id)
+    job = _job(tx, job_id)
     state = JobState(job["state"])
     if state is JobState.CANCELLED or state is JobState.STOPPING:
         return
@@ -155,3 +155,46 @@ def cancel(tx: Tx, job_id: str, principal: str, now: float) -> None:
     sentence = f"cancelled by {principal}"
     if not move_job(tx, job, event, now, sentence=sentence, actor=principal, values={"stop_wanted": True}):
         raise Conflict("the job changed at the same moment; look again", state=state.value)
+
+
+def hold(tx: Tx, job_id: str, principal: str, now: float) -> None:
+    job = _job(tx, job_id)
+    state = JobState(job["state"])
+    if state is JobState.HELD:
+        return
+    if state is not JobState.QUEUED:
+        raise Conflict(f"the job is {state}: only a queued one can be held", state=state.value)
+    sentence = f"held by {principal}"
+    why = {"code": "Held", "sentence": sentence, "since": now, "next_check": None, "data": {"by": principal}}
+    values: dict[str, Any] = {"reasons": [why], "assigned_loan_id": None}
+    if not move_job(tx, job, JobEvent.HOLD, now, sentence=sentence, actor=principal, values=values):
+        raise Conflict("the job changed at the same moment; look again", state=state.value)
+
+
+def release(tx: Tx, job_id: str, principal: str, now: float) -> None:
+    job = _job(tx, job_id)
+    state = JobState(job["state"])
+    if state is JobState.QUEUED:
+        return
+    if state is not JobState.HELD:
+        raise Conflict(f"the job is {state}: only a held one can be released", state=state.value)
+    values: dict[str, Any] = {"reasons": [], "queued_at": now}
+    move_job(tx, job, JobEvent.RELEASE, now, sentence=f"released by {principal}", actor=principal, values=values)
+
+
+def request_of_retry(tx: Tx, job_id: str) -> JobRequest:
+    """What to submit to run a job again that has ended without success: its result stays as it is."""
+    job = _job(tx, job_id)
+    state = JobState(job["state"])
+    if state not in TERMINAL_JOB_STATES:
+        raise Conflict(f"the job is {state}: only one that has ended can be retried", state=state.value)
+    if state is JobState.SUCCEEDED:
+        raise Conflict("the job has succeeded: there is nothing to retry; submit it anew", state=state.value)
+    return JobRequest.model_validate({name: job[name] for name in JobRequest.model_fields})
+
+
+def _job(tx: Tx, job_id: str) -> RowMapping:
+    job = locked_job(tx, job_id)
+    if job is None:
+        raise NotFound("job", job_id)
+    return job

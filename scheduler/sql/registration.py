@@ -31,6 +31,7 @@ from sqlalchemy import RowMapping, insert, select, update
 from ...agents.protocol.loans import LoanState
 from ...agents.protocol.policy import EnginePolicy
 from ...agents.protocol.wire import (
+    ORDER,
     PROTOCOL_VERSION,
     AttemptEnd,
     AttemptState,
@@ -43,12 +44,13 @@ from ...agents.protocol.wire import (
 from ..errors import InvalidRequest, NotFound, StaleIncarnation
 from ..tables import attempts, devices, engines, loans, nodes, orders
 from . import adoption, history, inventory
-from .changes import end_attempt, lose_sight, set_loan_state
+from .changes import end_attempt, give_order, lose_sight, set_loan_state
 from .leadership import ruling_term
 from .succession import check_successor
 from .writer import Tx
 
 _HELD_MAX: Final = 10_000
+_BY_OPERATORS: Final = ("give_up_loan", "restart_engine")
 _MARK_MAX: Final = 2**60  # what a database's integer holds, and room to count on
 
 
@@ -135,7 +137,21 @@ def _write_node(tx: Tx, register: Register, now: float, lease_seconds: float) ->
         tx.conn.execute(update(attempts).where(live).values(stop_ordered=False))
         open_ = (loans.c.node_id == register.node_id) & (loans.c.state != LoanState.CLOSED.value)
         tx.conn.execute(update(loans).where(open_).values(recall_ordered=False, expects_more=None))
+        _give_again(tx, register, old["fence_seq"], now)
     return tx.conn.execute(select(nodes).where(here)).mappings().one()
+
+
+def _give_again(tx: Tx, register: Register, fence_seq: int, now: float) -> None:
+    """What an operator asked for and the node had not taken: nobody would ask for it a second time."""
+    missed = select(orders).where(
+        orders.c.node_id == register.node_id,
+        orders.c.seq > max(fence_seq, register.orders_after),
+        orders.c.kind.in_(_BY_OPERATORS),
+        orders.c.outcome.is_(None),
+    )
+    for row in tx.conn.execute(missed.order_by(orders.c.seq)).mappings().all():
+        order = ORDER.validate_python(row["body"])
+        give_order(tx, register.node_id, order, ruling_term(tx), now, loan_id=row["loan_id"])
 
 
 def _write_inventory(tx: Tx, register: Register, now: float) -> None:

@@ -117,7 +117,7 @@ def lived(world: World) -> None:
     world.connect()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_history_is_what_was(rng: random.Random) -> None:
     world = World(rng)
