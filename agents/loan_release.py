@@ -319,7 +319,7 @@ async def settle(loan: Loan) -> None:
     policies = [loan.policy_of(engine) for engine in loan.engines]
     samples_wanted = max((policy.settle_samples for policy in policies), default=1)
     deadline = time.monotonic() + max((policy.settle_seconds_max for policy in policies), default=15.0)
-    need_bytes = loan.order.need_bytes + loan.node.settings.spawn_margin_bytes
+    needs = _needs_bytes(loan)
     last: Any = None
     equal = 0
     for run in loan.live_attempts:
@@ -352,16 +352,25 @@ async def settle(loan: Loan) -> None:
             [(engine.bytes_on(facts)) for engine in loan.engines],
             {device_id: facts[device_id].free_bytes for device_id in loan.order.device_ids},
         )
-        covered = all(free >= need_bytes for free in sample[1].values())
+        covered = all(sample[1][device_id] >= need_bytes for device_id, need_bytes in needs.items())
         equal = 0 if not covered else (equal + 1 if sample == last else 1)
         last = sample
         if equal >= samples_wanted:
             _settled(loan, facts)
             return
         if time.monotonic() > deadline:
-            _not_free(loan, facts, need_bytes)
+            _not_free(loan, facts, needs)
             return
         await asyncio.sleep(loan.node.settings.settle_poll_seconds)
+
+
+def _needs_bytes(loan: Loan) -> dict[str, int]:
+    """Free bytes that devices must show before anything starts: of those that the first attempts use, if it is said."""
+    needs = loan.order.need_bytes_by_device
+    if needs is None:
+        needs = dict.fromkeys(loan.order.device_ids, loan.order.need_bytes)
+    margin_bytes = loan.node.settings.spawn_margin_bytes
+    return {device_id: needs[device_id] + margin_bytes for device_id in loan.order.device_ids if device_id in needs}
 
 
 def _back_to_waking(loan: Loan, event: LoanEvent, reason: Reason) -> None:
@@ -386,18 +395,18 @@ def _settled(loan: Loan, facts: dict[str, DeviceFacts]) -> None:
     loan.take(LoanEvent.MEMORY_FREE)
 
 
-def _not_free(loan: Loan, facts: dict[str, DeviceFacts], need_bytes: int) -> None:
+def _not_free(loan: Loan, facts: dict[str, DeviceFacts], needs: dict[str, int]) -> None:
     short = {
         device_id: {
             "need_bytes": need_bytes,
             "free_bytes": facts[device_id].free_bytes,
             "bytes_by_pid": {str(pid): held for pid, held in facts[device_id].bytes_by_pid.items()},
         }
-        for device_id in loan.order.device_ids
+        for device_id, need_bytes in needs.items()
         if facts[device_id].free_bytes < need_bytes
     }
     names = ", ".join(engine.name for engine in loan.engines) or "no engine"
-    sentence = f"{need_bytes} bytes did not become free after the park of {names}"
+    sentence = f"{max(needs.values(), default=0)} bytes did not become free after the park of {names}"
     if not short:
         sentence = f"the memory of {names} did not stop changing after the park"
     reason = Reason(code="HBMNotFreed", sentence=sentence, data={"devices": short})

@@ -29,6 +29,7 @@ class OpenLoan:
     restore_by_seconds: float | None
     places: tuple[Place, ...]
     later_job_ids: tuple[JobId, ...] = ()  # the rest of the loan's set
+    need_bytes_by_device: Mapping[DeviceId, int] | None = None  # None: `need_bytes` on each
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,8 +234,9 @@ def _open(work: _Work, job: Job, choice: Choice, rest: list[Job]) -> None:
             node_id=choice.node_id,
             device_ids=tuple(sorted(planned)),
             engine_ids=choice.engine_ids,
-            # One number for all devices: what every one of them can show and none is asked in vain.
+            # For people, and for agents that know one number only: what every device can show.
             need_bytes=min(max(used.values()), min(planned.values())),
+            need_bytes_by_device={device: nbytes for device, nbytes in used.items() if nbytes},
             room_bytes=planned,
             restore_by_seconds=min((engine.policy.park_seconds_max for engine in engines), default=None),
             places=tuple(places),

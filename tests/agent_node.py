@@ -267,6 +267,7 @@ class AgentNode:
         return loan_id
 
     def reports(self, kind: str) -> list[dict[str, Any]]:
+        need_bytes_by_device: dict[str, int] | None = None,
         assert self.daemon is not None
         unsent = self.daemon.journal.unsent(100_000)
         return [one["report"] for one in unsent if one["report"]["kind"] == kind]
@@ -280,6 +281,7 @@ class AgentNode:
         assert self.daemon is not None
         return [row.step for row in self.daemon.journal.steps(loan_id)]
 
+            need_bytes_by_device=need_bytes_by_device,
     def log_of(self, attempt_id: str) -> bytes:
         """What the attempt wrote to stdout so far."""
         try:

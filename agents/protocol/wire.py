@@ -55,6 +55,8 @@ class OpenLoan(Message):
     policies: dict[str, EnginePolicy]  # by engine id: the snapshot that rules this loan
     attempts: list[AttemptSpec]  # those that start as soon as the memory is free
     expects_more: bool = True  # see ExpectWork
+    # The same where jobs or devices differ: a device without an entry has to show nothing. None: `need_bytes` rules.
+    need_bytes_by_device: dict[str, int] | None = None
 
 
 class StartAttempt(Message):

@@ -141,6 +141,7 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
         need_bytes=action.need_bytes,
         restore_by_seconds=action.restore_by_seconds,
         expects_more=bool(action.later_job_ids),
+        need_bytes_by_device=None if action.need_bytes_by_device is None else dict(action.need_bytes_by_device),
         policies=policies,
         attempts=specs[:first],
     )

@@ -409,15 +409,27 @@ async def test_an_attempt_for_a_loan_that_is_over_is_proved_not_started(tmp_path
 
 
 async def test_a_device_without_an_engine_is_lent_by_the_same_steps_less_the_engine_s(tmp_path: Path) -> None:
-    async with agent_node(tmp_path, EngineUnderTest(devices=[0]), capacities=[8 * MIB, 4 * MIB]) as node:
-        job = node.job([sys.executable, "-c", FILL], hbm_bytes=4 * MIB, device_ids=node.device_ids[1:])
-        await node.open_loan(job, engines=[], device_ids=node.device_ids[1:])
+    async with agent_node(tmp_path, EngineUnderTest(devices=[0]), capacities=[8 * MIB, 4 * MIB, 2 * MIB]) as node:
+        job = node.job([sys.executable, "-c", FILL], hbm_bytes=4 * MIB, device_ids=node.device_ids[1:2])
+        await node.open_loan(job, engines=[], device_ids=node.device_ids[1:2])
         await node.until_closed()
         assert node.states() == ["settling", "lent", "recalling", "closed"]
         end = node.attempt_end(job.attempt_id)
         assert end is not None
         assert (end["end"], end["exit_code"]) == ("exited", 0)
         assert node.keeper().state is EngineState.RUNNING
+
+
+async def test_devices_of_one_loan_have_to_show_what_is_needed_of_each(tmp_path: Path) -> None:
+    async with agent_node(tmp_path, EngineUnderTest(devices=[0]), capacities=[8 * MIB, 4 * MIB, 2 * MIB]) as node:
+        _, large, small = node.device_ids
+        job = node.job([sys.executable, "-c", FILL], hbm_bytes=4 * MIB, device_ids=[large])
+        needs = {large: 4 * MIB}
+        await node.open_loan(job, engines=[], device_ids=[large, small], need_bytes_by_device=needs)
+        await node.until_closed()
+        end = node.attempt_end(job.attempt_id)
+        assert end is not None
+        assert (end["end"], end["exit_code"]) == ("exited", 0), "the small device is not asked for what it never had"
 
 
 async def test_a_loan_of_two_engines_parks_and_wakes_both(tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ def test_nothing_is_given_twice(snapshot: Snapshot) -> None:
                     used[device] += place.hbm_bytes
             assert all(used[device] <= action.room_bytes[device] for device in used), "a byte is lent twice"
             assert action.need_bytes <= max(used.values())
+            assert action.need_bytes_by_device == {device: nbytes for device, nbytes in used.items() if nbytes}
             placed += action.later_job_ids
         elif isinstance(action, StartAttempt):
             placed.append(action.place.job_id)

@@ -113,6 +113,15 @@ def test_all_devices_of_a_parked_engine_join_the_loan() -> None:
     assert action.need_bytes == 50
 
 
+def test_each_device_has_to_show_what_is_used_of_it() -> None:
+    """A large one and a small one under one engine: neither bounds what the other is asked for."""
+    small = replace(device("d1", 10), capacity_bytes=30)
+    rows = [device("d0", 40), small, engine("a", "d0", "d1", device_bytes={"d0": 60, "d1": 20})]
+    action = one(decide(snapshot(*rows, job("j", 90)), 0.0))
+    assert (action.device_ids, action.need_bytes) == (("d0", "d1"), 30)
+    assert action.need_bytes_by_device == {"d0": 90}
+
+
 def test_one_large_engine_is_parked_rather_than_two() -> None:
     rows = [device("d0", 40), device("d1", 40), device("d2", 40)]
     engines = [engine("a", "d0", idle_since=1.0), engine("b", "d1", "d2", idle_since=2.0)]
