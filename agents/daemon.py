@@ -29,6 +29,7 @@ from .gateway.launch import GatewayPaths
 from .gateway_keeper import GatewayKeeper
 from .loan import Loan
 from .log_sender import LogSender
+from .memory_service import MemoryServiceKeeper
 from .node import Node
 from .node_files import NodeFile, replace_json
 from .opening import open_devices, open_home, open_journal
@@ -83,6 +84,11 @@ class Daemon:
             raise ConfigError(f"data_dir {self.data_dir}: {error}") from error
         paths = GatewayPaths(control=self.data_dir / "gateway.sock", state_dir=self.data_dir / "gateway")
         self.gate = GatewayGate(paths.control)
+        self.memory_services = [
+            MemoryServiceKeeper(self.node, device)
+            for device, declared in zip(devices, settings.devices, strict=True)
+            if declared.memory_service
+        ]
         self.keepers: dict[str, EngineKeeper] = {}
         for engine in settings.engines:
             self._add_keeper(engine)
@@ -164,7 +170,7 @@ class Daemon:
         for keeper in self.keepers.values():
             if keeper.process is not None:
                 keeper.process.adopt()
-        await self.gateway.ensure()
+        await asyncio.gather(self.gateway.ensure(), *(service.ensure() for service in self.memory_services))
         for row in self.journal.open_loans():
             missing = [engine_id for engine_id in row.order.engine_ids if engine_id not in self.keepers]
             if missing:
@@ -178,6 +184,8 @@ class Daemon:
         for keeper in () if self._stop_all else self.keepers.values():
             self._spawn(_engine_task(keeper), keeper.run())
         self._spawn(_GATEWAY_TASK, self.gateway.run())
+        for service in self.memory_services:
+            self._spawn(_service_task(service), service.run())
         self._spawn("look", self.watch.look_around())
         self._spawn("occupancy", self.watch.report_occupancy())
         self._spawn("forget", self._forget_old())
@@ -212,9 +220,10 @@ class Daemon:
         for loan in loans:
             loan.recall(_STOP_REASON)
         await asyncio.gather(*(_closed(loan, _STOP_ALL_SECONDS) for loan in loans))
-        await self._cancel(*(_loan_task(loan) for loan in self.loans.values()), _GATEWAY_TASK)
+        services = [_service_task(service) for service in self.memory_services]
+        await self._cancel(*(_loan_task(loan) for loan in self.loans.values()), _GATEWAY_TASK, *services)
         ended = await asyncio.gather(*(_end_engine(keeper) for keeper in self.keepers.values()), return_exceptions=True)
-        await self.gateway.end()
+        await asyncio.gather(self.gateway.end(), *(service.end() for service in self.memory_services))
         for keeper, trouble in zip(self.keepers.values(), ended, strict=True):
             if isinstance(trouble, BaseException):
                 log.error("the engine was not stopped", engine=keeper.name, error=str(trouble), exc_info=trouble)
@@ -311,6 +320,10 @@ class Daemon:
 
 def _engine_task(keeper: EngineKeeper) -> str:
     return f"engine {keeper.name}"
+
+
+def _service_task(service: MemoryServiceKeeper) -> str:
+    return f"memory service {service.socket.name}"
 
 
 def _loan_task(loan: Loan) -> str:

@@ -21,6 +21,7 @@ from .engine_process import EngineProcess, listening_pid
 from .engines.base import Answer, EngineAdapter, Observation
 from .errors import AgentError, EngineTimedOut
 from .gates.base import Gate
+from .memory_service import service_socket
 from .node import Node
 from .node_files import read_json, replace_json
 from .probe import DeviceFacts
@@ -72,10 +73,11 @@ class EngineHand:
         self.hand = asyncio.Lock()
         directory = Path(node.settings.data_dir) / "engines" / settings.name
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.process = None if settings.command is None else EngineProcess(directory, engine_id, settings)
         self.device_ids = [
             device.device_id for device in node.devices.values() if device.index in settings.device_indexes
         ]
+        socket = service_socket(Path(node.settings.data_dir), self.device_ids[0])
+        self.process = None if settings.command is None else EngineProcess(directory, engine_id, settings, socket)
         self._facts_path = directory / "facts.json"
         self.data = read_json(self._facts_path)
         kept = None if settings.policy_locked else node.journal.policy(engine_id)
@@ -216,12 +218,27 @@ class EngineHand:
             facts = None
 
     def still_to_take(self, facts: dict[str, DeviceFacts]) -> dict[str, int]:
-        """Bytes by device of its footprint that it does not hold."""
+        """Bytes by device of its footprint that it does not hold, and does not find in the device's memory service."""
         own = self.bytes_on(facts)
         return {
-            device_id: max(0, footprint_bytes - own.get(device_id, 0))
+            device_id: max(0, footprint_bytes - own.get(device_id, 0) - self._waiting_there(device_id))
             for device_id, footprint_bytes in self.footprint.items()
             if device_id in facts
+        }
+
+    def _waiting_there(self, device_id: str) -> int:
+        """Bytes on the device that it will map and does not map now: others have them, or the service alone."""
+        names, pids = self.data.get("shared", {}).get(device_id, ()), self.pids()
+        pools = self.node.shared.get(device_id, ())
+        return sum(pool.resident_bytes for pool in pools if pool.name in names and not pool.mapped_by & pids)
+
+    def _shared_names(self) -> dict[str, list[str]]:
+        """The pools of memory services that it uses, by device."""
+        pids = self.pids()
+        return {
+            device_id: [pool.name for pool in pools if pool.users & pids]
+            for device_id, pools in self.node.shared.items()
+            if device_id in self.device_ids
         }
 
     def room_taken(self) -> None:
@@ -373,6 +390,7 @@ class EngineHand:
             released=None,
             footprint=self.device_bytes,
             footprint_of=self._settings_key(),
+            shared=self._shared_names(),
         )
         step(LoanStep.VERIFIED, {})
 

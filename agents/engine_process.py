@@ -18,7 +18,7 @@ from .node_files import read_json, replace_json
 from .processes import descendants, find_by_environ, identity, is_same, read_stat, send_signal, wait_exited
 from .protocol.policy import EnginePolicy
 from .protocol.wire import ProcessIdentity
-from .settings import RESTORE_MODE_FLAGS, EngineSettings
+from .settings import MEMORY_SERVICE_FLAGS, RESTORE_MODE_FLAGS, EngineSettings
 
 ENGINE_MARK: Final = "LULL_ENGINE"
 _KILL_SECONDS_MAX: Final = 30.0
@@ -29,13 +29,16 @@ class EngineWillNotDie(RuntimeError):
     """SIGKILL was sent and the process is still there."""
 
 
-def render_command(command: list[str], policy: EnginePolicy) -> list[str]:
-    """The command with ``{restore_mode_flags}`` replaced by ``--restore-mode TAG=MODE`` for every tag."""
+def render_command(command: list[str], policy: EnginePolicy, memory_socket: Path | None) -> list[str]:
+    """The command with ``{restore_mode_flags}`` replaced by ``--restore-mode TAG=MODE`` for every tag, and
+    ``{memory_service_flags}`` by ``--memory-service SOCKET``."""
     rendered: list[str] = []
     for word in command:
         if word == RESTORE_MODE_FLAGS:
             for tag, mode in sorted(policy.restore_modes.items()):
                 rendered += ["--restore-mode", f"{tag}={mode}"]
+        elif word == MEMORY_SERVICE_FLAGS:
+            rendered += [] if memory_socket is None else ["--memory-service", str(memory_socket)]
         else:
             rendered.append(word)
     return rendered
@@ -44,11 +47,14 @@ def render_command(command: list[str], policy: EnginePolicy) -> list[str]:
 class EngineProcess:
     """At most one process of one engine. ``directory`` holds its record and its log."""
 
-    def __init__(self, directory: Path, engine_id: str, settings: EngineSettings) -> None:
+    def __init__(
+        self, directory: Path, engine_id: str, settings: EngineSettings, memory_socket: Path | None = None
+    ) -> None:
         if settings.command is None:
             raise ValueError(f"engine {settings.name} has no command: it is attached")
         self._command = settings.command
         self._env = settings.env
+        self._memory_socket = memory_socket
         self._directory = directory
         self._engine_id = engine_id
         self._child: subprocess.Popen[bytes] | None = None
@@ -93,7 +99,7 @@ class EngineProcess:
         log = self._open_log()
         try:
             self._child = subprocess.Popen(
-                render_command(self._command, policy),
+                render_command(self._command, policy, self._memory_socket),
                 env={**os.environ, **self._env, ENGINE_MARK: self._engine_id},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -49,15 +49,31 @@ class Device:
     path: str
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPool:
+    """Memory of a device that its memory service owns, and engines map."""
+
+    name: str
+    resident_bytes: int
+    users: frozenset[int]  # pids, also of engines that are parked
+    mapped_by: frozenset[int]
+
+
+OwnerKind = Literal["engine", "job", "service", "foreign"]
+
+
 @dataclass(slots=True)
 class Owners:
     """Which processes belong to whom: filled in by engines and attempts as they come and go."""
 
     engines: dict[str, Callable[[], set[int]]] = field(default_factory=dict[str, Callable[[], set[int]]])
     attempts: dict[str, Callable[[], set[int]]] = field(default_factory=dict[str, Callable[[], set[int]]])
+    services: dict[str, Callable[[], set[int]]] = field(default_factory=dict[str, Callable[[], set[int]]])
 
-    def of(self, pids: Iterable[int]) -> dict[int, tuple[Literal["engine", "job", "foreign"], str | None]]:
-        owner: dict[int, tuple[Literal["engine", "job", "foreign"], str | None]] = {}
+    def of(self, pids: Iterable[int]) -> dict[int, tuple[OwnerKind, str | None]]:
+        owner: dict[int, tuple[OwnerKind, str | None]] = {}
+        for tree in self.services.values():
+            owner.update(dict.fromkeys(tree(), ("service", None)))
         for engine_id, tree in self.engines.items():
             owner.update(dict.fromkeys(tree(), ("engine", engine_id)))
         for attempt_id, tree in self.attempts.items():
@@ -81,15 +97,24 @@ class Node:
         self.spares = SpareRunners()
         # Engines that were promised room and have not taken it all yet: what each still takes, by device.
         self.waking: dict[str, Callable[[dict[str, DeviceFacts]], dict[str, int]]] = {}
+        # What memory services hold, by device: how to ask, and what was seen at the last look.
+        self.services: dict[str, Callable[[], list[SharedPool]]] = {}
+        self.shared: dict[str, list[SharedPool]] = {}
         self.on_change: Callable[[], None] = lambda: None  # an engine, loan or attempt changed: look at occupancy
         self._probe = HostMemoryProbe({device.device_id: device.capacity_bytes for device in devices})
 
     async def look(self) -> dict[str, DeviceFacts]:
         """Every device as it is at some moment after this call began."""
-        return await asyncio.to_thread(self._probe.look)
+        return await asyncio.to_thread(self._look)
+
+    def _look(self) -> dict[str, DeviceFacts]:
+        facts = self._probe.look()
+        if self.services:
+            self.shared = {device_id: ask() for device_id, ask in self.services.items()}
+        return facts
 
     def foreign(self, facts: DeviceFacts) -> dict[int, int]:
-        """Bytes by pid of processes that are neither an engine's nor a job's."""
+        """Bytes by pid of processes that are neither an engine's, nor a job's, nor a memory service."""
         owners = self.owners.of(facts.bytes_by_pid)
         return {pid: held for pid, held in facts.bytes_by_pid.items() if owners[pid][0] == "foreign"}
 

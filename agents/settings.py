@@ -24,6 +24,7 @@ _UNITS: Final = {
     "tib": 2**40,
 }
 RESTORE_MODE_FLAGS: Final = "{restore_mode_flags}"  # in a command: becomes --restore-mode TAG=MODE for every tag
+MEMORY_SERVICE_FLAGS: Final = "{memory_service_flags}"  # becomes --memory-service SOCKET of the engine's first device
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -58,6 +59,8 @@ class DeviceSettings(Section):
     kind: Literal["host"] = "host"
     path: Path
     capacity_bytes: Bytes
+    # A process of its own that owns the memory of engines which attach to it: it outlives them.
+    memory_service: bool = False
 
 
 class EngineSettings(Section):
@@ -126,4 +129,10 @@ class AgentSettings(Section):
                         f"engines.{number}.device_indexes: there is no device {index};"
                         f" [[devices]] lists {len(self.devices)}"
                     )
+            wants_service = MEMORY_SERVICE_FLAGS in (engine.command or ())
+            if wants_service and not self.devices[engine.device_indexes[0]].memory_service:
+                raise ValueError(
+                    f"engines.{number}.command: {MEMORY_SERVICE_FLAGS!r} needs memory_service = true in the [[devices]]"
+                    f" that the engine lives on (device {engine.device_indexes[0]})"
+                )
         return self

@@ -31,7 +31,9 @@ from lull.agents.job_logs import read_log
 from lull.agents.processes import find_by_environ, identity, send_signal, wait_exited
 from lull.agents.protocol.loans import LoanState, LoanStep
 from lull.agents.protocol.wire import AttemptSpec, GateState, OpenLoan, OrderEnvelope
-from lull.agents.settings import AgentSettings
+from lull.agents.settings import MEMORY_SERVICE_FLAGS, AgentSettings
+from lull.vmm.service.client import read_state
+from lull.vmm.service.errors import ServiceUnavailable
 from tests import kept_nodes
 from tests.waiting import wait_until_async
 
@@ -88,7 +90,13 @@ class AgentNode:
                 "node_name": "box",
                 "gateway": {"listen": f"127.0.0.1:{self.gateway_port}"},
                 "devices": [
-                    {"path": root / f"device{index}", "capacity_bytes": capacity}
+                    {
+                        "path": root / f"device{index}",
+                        "capacity_bytes": capacity,
+                        "memory_service": any(
+                            MEMORY_SERVICE_FLAGS in engine.extra and index in engine.devices for engine in engines
+                        ),
+                    }
                     for index, capacity in enumerate(capacities)
                 ],
                 "engines": [self._engine(engine) for engine in engines],
@@ -190,6 +198,8 @@ class AgentNode:
             await wait_exited(process, 10)
         for child in self._children:
             await asyncio.to_thread(child.wait, 10)
+        for socket_path in (self.root / "agent").glob("memory-*.sock"):
+            await self._end_process_of(socket_path)
         gate = GatewayGate(self.root / "agent" / "gateway.sock")
         try:
             info = await gate.info()
@@ -197,6 +207,15 @@ class AgentNode:
             return
         send_signal(info.process, signal.SIGKILL)
         await wait_exited(info.process, 10)
+
+    async def _end_process_of(self, memory_socket: Path) -> None:
+        try:
+            pid = int(read_state(memory_socket)["pid"])
+        except ServiceUnavailable:
+            return
+        if process := identity(pid):
+            send_signal(process, signal.SIGKILL)
+            await wait_exited(process, 10)
 
     _engine_ids: dict[str, str] | None = None
 
@@ -248,6 +267,7 @@ class AgentNode:
         loan_id: str = "loan-1",
         epoch: int = 1,
         device_ids: list[str] | None = None,
+        need_bytes_by_device: dict[str, int] | None = None,
         expects_more: bool = False,
     ) -> str:
         keepers = [self.keeper(name) for name in (engines if engines is not None else [self.engines[0].name])]
@@ -261,13 +281,13 @@ class AgentNode:
             restore_by_seconds=restore_by_seconds,
             policies={keeper.engine_id: keeper.policy for keeper in keepers},
             attempts=list(attempts),
+            need_bytes_by_device=need_bytes_by_device,
             expects_more=expects_more,
         )
         await self.order(order)
         return loan_id
 
     def reports(self, kind: str) -> list[dict[str, Any]]:
-        need_bytes_by_device: dict[str, int] | None = None,
         assert self.daemon is not None
         unsent = self.daemon.journal.unsent(100_000)
         return [one["report"] for one in unsent if one["report"]["kind"] == kind]
@@ -281,7 +301,6 @@ class AgentNode:
         assert self.daemon is not None
         return [row.step for row in self.daemon.journal.steps(loan_id)]
 
-            need_bytes_by_device=need_bytes_by_device,
     def log_of(self, attempt_id: str) -> bytes:
         """What the attempt wrote to stdout so far."""
         try:

@@ -250,7 +250,7 @@ class EngineChanged(Message):
 class DeviceProcess(Message):
     pid: int
     bytes: int
-    owner: Literal["engine", "job", "foreign"]
+    owner: Literal["engine", "job", "service", "foreign"]
     owner_id: str | None = None
 
 
