@@ -6,6 +6,7 @@ writes there is garbage: every block shows through all others. `replace` puts re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from ..driver import Access, Driver, Handle
@@ -49,17 +50,14 @@ class ScratchRange:
         """What it takes of the device now."""
         return sum(handle.nbytes for handle in self._held)
 
-    def replace(self, handle: Handle) -> None:
-        """Real memory of exactly ``reserved_bytes`` instead, which is this range's from now on.
-
-        If it raises, nothing is mapped here and the handle is the caller's still.
-        """
-        if handle.nbytes != self.reserved_bytes:
-            raise ValueError(f"the handle has {handle.nbytes} bytes, the range {self.reserved_bytes}")
+    def replace(self, create: Callable[[int], Handle]) -> None:
+        """Real memory instead, of this range from now on: ``create(reserved_bytes)``, called when the blocks are given
+        back, whose room it may need. If it raises, nothing is mapped here (touching it is fatal): ask again."""
         self.driver.synchronize()
         self._drop()
-        self._map(self.address, handle)
+        handle = create(self.reserved_bytes)
         self._held.append(handle)
+        self._map(self.address, handle)
 
     def close(self) -> None:
         self._drop()
