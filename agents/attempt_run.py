@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
 
-from .attempt_files import UNKILLABLE_SECONDS
 from .attempts import (
     AttemptDir,
     AttemptError,
@@ -174,6 +173,7 @@ class AttemptRun:
             restore_by_boottime=self.loan.restore_by_boottime,
             kill_grace_seconds=spec.kill_grace_seconds,
             go_seconds_max=_GO_SECONDS_MAX,
+            unkillable_seconds_max=settings.unkillable_seconds_max,
             log_head_bytes=settings.log_head_bytes,
             log_tail_bytes=settings.log_tail_bytes,
         )
@@ -268,14 +268,15 @@ class AttemptRun:
         told: Stop | None = None
         deadline: float | None = None
         loop = asyncio.get_running_loop()
+        bound = self.node.settings.unkillable_seconds_max
         while not self.over:
             self._changed.clear()
             if self._stop is not None and told is not self._stop:
-                deadline = deadline or loop.time() + self.spec.kill_grace_seconds + UNKILLABLE_SECONDS + _SILENT_SECONDS
+                deadline = deadline or loop.time() + self.spec.kill_grace_seconds + bound + _SILENT_SECONDS
                 told = self._stop if await self._tell_stop(process, self._stop) else told
             if deadline is not None and loop.time() > deadline:
                 self._end_runner(process)
-                deadline = loop.time() + UNKILLABLE_SECONDS
+                deadline = loop.time() + bound
             waits = self._stop is None or told is self._stop
             left = None if deadline is None else deadline - loop.time()
             try:
@@ -347,6 +348,7 @@ class AttemptRun:
         self.ended.set()
         self.node.owners.attempts.pop(self.attempt_id, None)
         self.loan.changed.set()
+        self.node.on_attempt_end(self.attempt_id)
         self.node.on_change()
 
 

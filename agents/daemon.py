@@ -29,6 +29,7 @@ from .gateway.launch import GatewayPaths
 from .gateway_keeper import GatewayKeeper
 from .loan import Loan
 from .log_sender import LogSender
+from .log_tails import LogTails
 from .memory_service import MemoryServiceKeeper
 from .node import Node
 from .node_files import NodeFile, replace_json
@@ -106,6 +107,8 @@ class Daemon:
             self._on_order,
         )
         self.logs = LogSender(self.node, self.upstream.client)
+        self.tails = LogTails(self.node, self.upstream.client)
+        self.node.on_attempt_end = self.tails.add
         self.orders = Orders(self)
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._stopping = asyncio.Event()
@@ -190,6 +193,7 @@ class Daemon:
         self._spawn("occupancy", self.watch.report_occupancy())
         self._spawn("forget", self._forget_old())
         self._spawn("upstream", self.upstream.run())
+        self._spawn("log tails", self.tails.run())
         if not self._stop_all:
             self.node.spares.start()
 

@@ -100,6 +100,7 @@ class Node:
         # What memory services hold, by device: how to ask, and what was seen at the last look.
         self.services: dict[str, Callable[[], list[SharedPool]]] = {}
         self.shared: dict[str, list[SharedPool]] = {}
+        self.on_attempt_end: Callable[[str], None] = lambda attempt_id: None
         self.on_change: Callable[[], None] = lambda: None  # an engine, loan or attempt changed: look at occupancy
         self._probe = HostMemoryProbe({device.device_id: device.capacity_bytes for device in devices})
 

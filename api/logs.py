@@ -1,4 +1,5 @@
-"""Logs: a client's GET and an agent's POST, joined. Bytes are passed on as they come and never kept here.
+"""Logs: a client's GET and an agent's POST, joined. Bytes are passed on as they come; kept are only the last ones of
+an attempt that has ended, which are answered when its node is silent or does not have them any more.
 
 GET registers a relay and orders the node's agent to fetch; the agent POSTs to the relay's id. One request may be
 answered by several POSTs, one after the other; the one that says ``Lull-Log-End: 1`` is the last.
@@ -17,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..agents.protocol.wire import AttemptEnd, AttemptState, FetchLog
 from ..scheduler.lifecycle import TERMINAL_JOB_STATES
-from ..scheduler.model import AttemptRow, JobRow
+from ..scheduler.model import AttemptRow, JobRow, LogTail
 from .middleware import StreamCut
 from .problems import Problem, invalid_field
 from .relays import AgentSilent, Part, Relay, RelayClosed, Relays
@@ -31,6 +32,7 @@ GAP: Final = "Lull-Log-Gap"
 END: Final = "Lull-Log-End"
 PROBLEM: Final = "Lull-Log-Problem"
 ATTEMPT: Final = "Lull-Log-Attempt"
+SOURCE: Final = "Lull-Log-Source"
 _HEADERS: Final = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _BYTES_TYPE: Final = "text/plain; charset=utf-8"
 
@@ -41,7 +43,8 @@ _BYTES_TYPE: Final = "text/plain; charset=utf-8"
     response_class=StreamingResponse,
     responses={
         200: {
-            "description": "The bytes. Lull-Log-Offset is where they begin, Lull-Log-Gap how many before were not kept",
+            "description": "The bytes. Lull-Log-Offset is where they begin, Lull-Log-Gap how many before were not kept."
+            " Lull-Log-Source: server says that the node did not have them and these are the last that are kept here",
             "content": {"text/plain": {"schema": {"type": "string", "format": "binary"}}},
         }
     },
@@ -59,6 +62,10 @@ async def job_logs(
     row = await _attempt_to_read(services, job_id, (attempt, after_attempt), follow)
     if row is None:
         return Response(b"", media_type=_BYTES_TYPE, headers={**_HEADERS, OFFSET: "0"})
+    # An end that is kept is no more than a part: the node is asked first, unless it is known not to answer.
+    tail = await services.store.log_tail(row.id, stream) if row.state is AttemptState.ENDED else None
+    if tail is not None and tail.node_silent:
+        return _kept(tail, row, offset)
     relay = services.relays.register(row.node_id, follow=follow)
     if relay is None:
         raise Problem("too_many_streams", "too many logs are being read; try again", headers={"Retry-After": "5"})
@@ -66,11 +73,22 @@ async def job_logs(
         order = FetchLog(request_id=relay.request_id, attempt_id=row.id, stream=stream, offset=offset, follow=follow)
         await services.store.add_order(row.node_id, order, now())
         part = await _first_part(services, relay, row)
+    except Problem as problem:
+        services.relays.close(relay)
+        if tail is None or problem.code not in ("agent_silent", "log_expired"):
+            raise
+        return _kept(tail, row, offset)
     except BaseException:
         services.relays.close(relay)
         raise
     headers = {**_HEADERS, OFFSET: str(part.offset), GAP: str(part.gap_bytes), ATTEMPT: str(row.no)}
     return _LogResponse(services.relays, relay, headers)
+
+
+def _kept(tail: LogTail, row: AttemptRow, offset: int) -> Response:
+    begin = max(offset, tail.offset)
+    gap = {GAP: str(begin - offset), OFFSET: str(begin), ATTEMPT: str(row.no), SOURCE: "server"}
+    return Response(tail.data[begin - tail.offset :], media_type=_BYTES_TYPE, headers={**_HEADERS, **gap})
 
 
 async def _first_part(services: Services, relay: Relay, row: AttemptRow) -> Part:
@@ -176,6 +194,18 @@ async def take_log(request: Request, request_id: str) -> Response:
         # An empty answer that promises more would promise it for ever when nobody follows.
         if part.is_last or part.problem is not None or (taken == 0 and not relay.follow):
             relay.end()
+    return Response(status_code=204)
+
+
+@agent_router.post(
+    "/agent/attempts/{attempt_id}/log-tail/{stream}",
+    status_code=204,
+    summary="The last bytes of an ended attempt's log, at most 64 KiB",
+    openapi_extra={"requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string"}}}}},
+)
+async def keep_tail(request: Request, attempt_id: str, stream: Literal["stdout", "stderr"]) -> Response:
+    data = await request.body()
+    await services_of(request).store.keep_log_tail(attempt_id, stream, _number(request, OFFSET), data, now())
     return Response(status_code=204)
 
 

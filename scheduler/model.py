@@ -162,6 +162,15 @@ class AttemptRow:
 
 
 @dataclass(frozen=True, slots=True)
+class LogTail:
+    """The last bytes of a stream of an attempt that has ended, as they are kept here."""
+
+    offset: int  # of the first byte
+    data: bytes
+    node_silent: bool
+
+
+@dataclass(frozen=True, slots=True)
 class JobRow:
     id: JobId
     name: str | None

@@ -24,6 +24,7 @@ from .model import (
     Interval,
     JobRow,
     LoanRow,
+    LogTail,
     NodeRow,
     PolicyRow,
     Snapshot,
@@ -36,6 +37,7 @@ from .sql import (
     decisions,
     job_writes,
     leadership,
+    log_tails,
     operator_verbs,
     policies,
     reading,
@@ -289,6 +291,14 @@ class Store:
         if unconfirmed:
             await self._write(lambda tx: registration.confirm(tx, node_id, seq, _now(None)))
         return found
+
+    async def keep_log_tail(self, attempt_id: str, stream: str, offset: int, data: bytes, now: float) -> None:
+        """The last bytes of a stream of an ended attempt. Raises NotFound; InvalidRequest for too many bytes."""
+        await self._write(lambda tx: log_tails.keep(tx, attempt_id, stream, offset, data, now))
+
+    async def log_tail(self, attempt_id: str, stream: str) -> LogTail | None:
+        """None if none is kept (any more)."""
+        return await self._read(lambda conn: log_tails.read(conn, attempt_id, stream))
 
     async def add_order(self, node_id: str, order: Order, now: float | None = None) -> int:
         """Appends an order that is no decision (FetchLog); returns its seq. Raises NotFound."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import pytest
 from lull.agents.protocol.wire import AttemptEnd, AttemptState, FetchLog
 from lull.api.relays import BUFFER_BYTES_MAX
 from lull.api.services import Services
+from lull.scheduler.actions import MarkSilent
 from lull.scheduler.model import AttemptRow
 from lull.scheduler.store import Store
 from tests.waiting import wait_until_async
@@ -194,6 +196,47 @@ async def test_what_the_agent_cannot_send_is_a_problem(
     assert (await logs.post(order.request_id, b"", problem=said)).status_code == 204
     answer = await asyncio.wait_for(reading, 5)
     assert (answer.status_code, answer.json()["code"]) == (status, code)
+
+
+async def test_the_kept_end_of_a_log_is_answered_when_the_node_cannot(
+    live: httpx.AsyncClient, logs: LogNode, store: Store
+) -> None:
+    path = f"/agent/attempts/{logs.attempt.id}/log-tail/stdout"
+    kept = await live.post(path, content=b"the end", headers={"Lull-Log-Offset": "5"})
+    assert kept.status_code == 204
+    assert (await live.get(f"/jobs/{logs.job_id}/logs")).status_code == 504, "the job still runs: this is not its end"
+    await logs.fetch_order()
+    await logs.node.attempt_changed(logs.attempt, AttemptState.ENDED, AttemptEnd.EXITED, 0)
+    reading = asyncio.create_task(live.get(f"/jobs/{logs.job_id}/logs"))
+    order = await logs.fetch_order()
+    await logs.post(order.request_id, b"all of it: the end", end="1")
+    assert (await reading).content == b"all of it: the end", "the node has more"
+    # It does not come, it has none any more, it is known to be silent.
+    for how in ("late", "expired", "silent"):
+        reading = asyncio.create_task(live.get(f"/jobs/{logs.job_id}/logs", params={"offset": 9, "follow": 1}))
+        if how == "expired":
+            await logs.post((await logs.fetch_order()).request_id, b"", problem="log_expired")
+        answer = await asyncio.wait_for(reading, 5)
+        assert (answer.status_code, answer.content) == (200, b"end"), how
+        assert (answer.headers["lull-log-offset"], answer.headers["lull-log-source"]) == ("9", "server")
+        if how == "late":
+            await logs.fetch_order()
+        if how == "expired":
+            [row] = (await store.load_snapshot(0.0)).nodes
+            assert await store.commit([MarkSilent(row.id, row.heard_count)], time.time()) == 1
+    whole = await live.get(f"/jobs/{logs.job_id}/logs")
+    assert (whole.content, whole.headers["lull-log-gap"]) == (b"the end", "5")
+    assert (await live.get(f"/jobs/{logs.job_id}/logs", params={"offset": 99})).content == b""
+    other = await live.get(f"/jobs/{logs.job_id}/logs", params={"stream": "stderr"})
+    assert other.json()["code"] == "agent_silent"
+
+
+async def test_the_end_of_a_log_is_checked(live: httpx.AsyncClient, logs: LogNode) -> None:
+    attempt = f"/agent/attempts/{logs.attempt.id}/log-tail"
+    assert (await live.post(f"{attempt}/stdout", content=b"x" * (2**16 + 1))).status_code == 422
+    assert (await live.post(f"{attempt}/stdlog", content=b"x")).status_code == 422
+    assert (await live.post("/agent/attempts/nope/log-tail/stdout", content=b"x")).status_code == 404
+    assert (await live.post(f"{attempt}/stdout", content=b"x", headers={"Lull-Log-Offset": "-1"})).status_code == 422
 
 
 async def test_an_agents_headers_are_checked(live: httpx.AsyncClient, logs: LogNode) -> None:

@@ -11,10 +11,12 @@ import pytest
 from sqlalchemy import text, update
 
 from lull.agents.protocol.wire import AttemptEnd
+from lull.scheduler.decide import decide
 from lull.scheduler.errors import Conflict, IdempotencyMismatch, InvalidRequest, NotFound, QueueFull, Unsatisfiable
 from lull.scheduler.lifecycle import JobState
+from lull.scheduler.model import LogTail
 from lull.scheduler.requests import JobRequest
-from lull.scheduler.sql import database, job_writes
+from lull.scheduler.sql import database, job_writes, retention
 from lull.scheduler.sql.snapshots import JOBS_OF_A_SHAPE_MAX
 from lull.scheduler.sql.writer import Tx
 from lull.scheduler.store import Store
@@ -195,3 +197,44 @@ async def test_a_job_that_ended_cannot_be_cancelled(store: Store, submit: Submit
     with pytest.raises(Conflict, match="ended already") as caught:
         await store.cancel_job(job_id, "ann", time.time())
     assert caught.value.state == "succeeded"
+
+
+async def test_the_ends_of_logs_are_kept_for_a_while(store: Store, submit: Submit) -> None:
+    agent = ModelAgent(store, devices=[device("gpu")])
+    await agent.register()
+    await submit()
+    now = time.time()
+    await store.commit(decide(await store.load_snapshot(now), now), now)
+    attempt_id = (await agent.one_order()).attempts[0].attempt_id
+    assert await store.log_tail(attempt_id, "stdout") is None
+    for data in (b"first", b"\x00second\xff"):  # sent twice: the newest counts
+        await store.keep_log_tail(attempt_id, "stdout", 7, data, now)
+    assert await store.log_tail(attempt_id, "stdout") == LogTail(7, b"\x00second\xff", node_silent=False)
+    assert await store.log_tail(attempt_id, "stderr") is None
+    with pytest.raises(NotFound, match="attempt"):
+        await store.keep_log_tail("nope", "stdout", 0, b"", now)
+    with pytest.raises(InvalidRequest, match="at most"):
+        await store.keep_log_tail(attempt_id, "stdout", 0, b"x" * (2**16 + 1), now)
+    await store.trim(now + 13 * 24 * 3600)
+    assert await store.log_tail(attempt_id, "stdout") is not None
+    await store.trim(now + 15 * 24 * 3600)
+    assert await store.log_tail(attempt_id, "stdout") is None
+
+
+async def test_only_so_many_ends_of_logs_are_kept(
+    store: Store, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "LOG_TAILS_MAX", 2)
+    agent = ModelAgent(store, devices=[device("a"), device("b", index=1)])
+    await agent.register()
+    for _ in range(2):
+        await submit()
+    now = time.time()
+    await store.commit(decide(await store.load_snapshot(now), now), now)
+    ids = [spec.attempt_id for order in await agent.orders() for spec in order.order.attempts]
+    for number, (attempt_id, stream) in enumerate((each, stream) for each in ids for stream in ("stdout", "stderr")):
+        await store.keep_log_tail(attempt_id, stream, 0, b"x", now + number)
+    await store.trim(now + 10)
+    assert await store.log_tail(ids[0], "stdout") is None
+    assert await store.log_tail(ids[0], "stderr") is None
+    assert await store.log_tail(ids[1], "stdout") is not None
