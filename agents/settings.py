@@ -109,6 +109,8 @@ class AgentSettings(Section):
     settle_poll_seconds: Seconds = 0.25
     # How long a loan without a running attempt waits for the scheduler's word before it ends by itself.
     loan_idle_seconds_max: Seconds = 5.0
+    # How long after SIGKILL processes of a job may take to be gone before the job counts as one that cannot be killed.
+    unkillable_seconds_max: Seconds = 60.0
     engine_poll_seconds: Seconds = 2.0
     log_head_bytes: Bytes = 64 << 20
     log_tail_bytes: Bytes = 192 << 20

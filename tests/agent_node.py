@@ -71,7 +71,13 @@ class AgentNode:
     """Starts and restarts the agent of one directory; everything else lives on, as it would."""
 
     def __init__(
-        self, root: Path, engines: list[EngineUnderTest], capacities: list[int], *, gateway_port: int | None = None
+        self,
+        root: Path,
+        engines: list[EngineUnderTest],
+        capacities: list[int],
+        *,
+        gateway_port: int | None = None,
+        **settings: Any,
     ) -> None:
         self.root = root
         self.engines = engines
@@ -105,6 +111,7 @@ class AgentNode:
                 "loan_idle_seconds_max": 0.2,
                 "host_reserve_bytes": 0,
                 "journal_reserve_bytes": MIB,
+                **settings,
             }
         )
         self.daemon: Daemon | None = None
@@ -354,11 +361,11 @@ class AgentNode:
 
 @asynccontextmanager
 async def agent_node(
-    root: Path, *engines: EngineUnderTest, capacities: list[int] | None = None
+    root: Path, *engines: EngineUnderTest, capacities: list[int] | None = None, **settings: Any
 ) -> AsyncIterator[AgentNode]:
     """A started node whose engines are verified. Its processes are another test's, if one left them in order."""
     wanted = list(engines) or [EngineUnderTest()]
-    node = await kept_nodes.take(root, wanted, capacities or [16 * MIB])
+    node = await kept_nodes.take(root, wanted, capacities or [16 * MIB], settings)
     kept = False
     try:
         await node.start()

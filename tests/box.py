@@ -64,6 +64,7 @@ class Box:
             "settle_poll_seconds = 0.05",
             "engine_poll_seconds = 0.5",
             "host_reserve_bytes = 0",
+            "unkillable_seconds_max = 3",
             "[gateway]",
             f'listen = "127.0.0.1:{self.gateway_port}"',
         ]

@@ -24,7 +24,9 @@ _STAYS: Final = frozenset({"node.json", "engines", "gateway", "gateway.sock"})  
 _kept: dict[str, AgentNode] = {}
 
 
-async def take(root: Path, engines: list[EngineUnderTest], capacities: list[int]) -> AgentNode:
+async def take(
+    root: Path, engines: list[EngineUnderTest], capacities: list[int], settings: dict[str, Any]
+) -> AgentNode:
     """A kept node that is like the one wanted, its files linked into ``root``; else one that is not started yet."""
     from tests.agent_node import AgentNode
 
@@ -32,7 +34,7 @@ async def take(root: Path, engines: list[EngineUnderTest], capacities: list[int]
     own = (root / "agent").exists() or any(engine.faults or engine.extra or engine.attached for engine in engines)
     found = None if own else _kept.pop(_key(engines, capacities), None)
     if found is None:
-        node = AgentNode(root, engines, capacities)
+        node = AgentNode(root, engines, capacities, **settings)
         node.may_be_kept = not own
         return node
     for engine, running in zip(engines, found.engines, strict=True):
@@ -40,7 +42,7 @@ async def take(root: Path, engines: list[EngineUnderTest], capacities: list[int]
     for file in found.root.iterdir():
         if not (root / file.name).exists():
             (root / file.name).symlink_to(file)
-    node = AgentNode(found.root, engines, capacities, gateway_port=found.gateway_port)
+    node = AgentNode(found.root, engines, capacities, gateway_port=found.gateway_port, **settings)
     node._children, node._engine_ids = found._children, found._engine_ids
     node.may_be_kept = True
     return node

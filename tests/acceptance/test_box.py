@@ -5,6 +5,7 @@ One witness of each fact is outside of Lull: the engine's own file, the job's ow
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 
 from lull.api.client import ProblemError
 from tests.box import MIB, Box, box
+from tests.tracing import held_at_its_end
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(300)]
 
@@ -226,6 +228,33 @@ def test_a_cancelled_job_that_ignores_sigterm_and_leaks_a_child(it: Box, pipe: P
     left = subprocess.run(["pgrep", "-f", "sleep 300"], capture_output=True, text=True).stdout.split()
     assert not [pid for pid in left if attempt.encode() in Path(f"/proc/{pid}/environ").read_bytes()]
     assert it.client.cancel(job).state == "cancelled"  # asked again: nothing changes
+
+
+def test_a_job_that_cannot_be_killed_keeps_the_engine_parked_until_it_is_gone(it: Box, pipe: Path) -> None:
+    job = waiting_job(it, pipe, kill_grace_seconds=0.2)
+    until_up(it, pipe)
+    (attempt,) = it.client.job(job).attempts
+    started = json.loads((it.root / "agent" / "attempts" / attempt.id / "started.json").read_text())
+    with held_at_its_end(started["pid"]) as tracer:
+        if tracer is None:
+            pytest.skip("this machine forbids tracing")
+        it.client.cancel(job)
+        assert it.until_job(job, "cancelled").state == "cancelled"
+        it.until(lambda: it.client.nodes()[0].devices[0].quarantined, "the device is quarantined")
+        assert {loan.state for loan in it.loans() if loan.state != "closed"} == {"faulted"}
+        assert (it.client.engine("alpha").state, it.client.engine("alpha").gate) == ("parked", "closed")
+        later = it.submit(["true"], hbm_bytes=12 * MIB)
+        it.until(lambda: "DeviceQuarantined" in str(it.client.job(later).reasons), "the next job says why it waits")
+        alerts = [event for event in it.client.events_page(limit=1000).items if event.severity == "critical"]
+        assert any("SIGKILL" in alert.sentence and str(started["pid"]) in alert.sentence for alert in alerts)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ask, it)
+            tracer.let_go()
+            assert waiting.result(120).status_code == 200
+    assert it.until_job(later, "succeeded").exit_code == 0
+    it.until_quiet()
+    assert it.client.nodes()[0].devices[0].quarantined is None
+    assert it.strays() == []
 
 
 def test_a_job_that_has_ended_cannot_be_cancelled(it: Box) -> None:

@@ -133,10 +133,9 @@ async def test_what_a_dead_engine_leaves_behind_is_ended_before_the_next_one(tmp
 async def test_a_runner_that_is_stopped_does_not_hold_the_engine_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt_run, "UNKILLABLE_SECONDS", 0.2)
     monkeypatch.setattr(attempt_run, "_SILENT_SECONDS", 0.2)
     script = "import os, signal, time; os.kill(os.getppid(), signal.SIGSTOP); print('up', flush=True); time.sleep(60)"
-    async with agent_node(tmp_path) as node:
+    async with agent_node(tmp_path, unkillable_seconds_max=0.2) as node:
         job = node.job([sys.executable, "-c", script], kill_grace_seconds=0.2)
         await node.open_loan(job)
         runner = tmp_path / "agent" / "attempts" / job.attempt_id / "identity.json"
