@@ -131,6 +131,11 @@ def test_product_code_imports_product_code_relatively() -> None:
     assert absolute == []
 
 
+def test_one_file_knows_cuda_python() -> None:
+    knowing = [path for path in product_files() if re.search(r"\bcuda\.(bindings|core)\b", path.read_text())]
+    assert [str(path.relative_to(ROOT)) for path in knowing] == ["vmm/cuda_calls.py"]
+
+
 def test_tests_import_the_installed_product() -> None:
     by_folder = [
         f"{place(path, node)} {name}"

@@ -57,6 +57,7 @@ def environment(
     state: Path,
     *,
     granules: int = 32,
+    granule_bytes: int = GRANULE_BYTES,
     devices: int = 1,
     strict: bool = False,
     integrated: bool = False,
@@ -67,8 +68,8 @@ def environment(
     return {
         "LD_LIBRARY_PATH": str(build()),
         "FAKE_CUDA_STATE": str(state),
-        "FAKE_CUDA_GRANULARITY_BYTES": str(GRANULE_BYTES),
-        "FAKE_CUDA_CAPACITY_BYTES": str(granules * GRANULE_BYTES),
+        "FAKE_CUDA_GRANULARITY_BYTES": str(granule_bytes),
+        "FAKE_CUDA_CAPACITY_BYTES": str(granules * granule_bytes),
         "FAKE_CUDA_DEVICES": str(devices),
         "FAKE_CUDA_STRICT": str(int(strict)),
         "FAKE_CUDA_INTEGRATED": str(int(integrated)),

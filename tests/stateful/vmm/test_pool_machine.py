@@ -57,9 +57,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="lull-pool-"))
-        self.device = HostDevice.create(self.directory / "device", capacity_bytes=DEVICE_PAGES * PAGE_BYTES)
-        self.driver = HostDriver(self.device, granularity_bytes=PAGE_BYTES)
-        self.neighbour = HostDriver(self.device, granularity_bytes=PAGE_BYTES)
+        self.open_device()
         self.pool = Pool(self.driver, immutable_tags={IMMUTABLE})
         self.runtime = Runtime(self.pool, drain_seconds_max=0)
         self.model: dict[Allocation, Expected] = {}
@@ -68,6 +66,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.borrowed_bytes = 0
         self.lost_bytes = 0  # what an error said could not be given back
         self.failed: ContentsLost | None = None
+
+    def open_device(self) -> None:
+        """Two drivers of one device, of which ours can be made to fail."""
+        self.device = HostDevice.create(self.directory / "device", capacity_bytes=DEVICE_PAGES * PAGE_BYTES)
+        self.driver = HostDriver(self.device, granularity_bytes=PAGE_BYTES)
+        self.neighbour = HostDriver(self.device, granularity_bytes=PAGE_BYTES)
 
     def teardown(self) -> None:
         self.driver.clear_faults()
