@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from .driver import CopyLane, Driver
+from .host_memory import HUGE_BYTES
 
-COPY_CHUNK_BYTES: Final = 16 << 20
+# Large: above a size that grows with the processor's caches the C library copies past them, and is nearly twice as
+# quick there. Smaller where that gives every thread something to do.
+COPY_CHUNK_BYTES: Final = 256 << 20
+_CHUNK_BYTES_MIN: Final = 16 << 20
 # A thread waits for its lane after so many: enough to keep the other lanes' copies overlapping with the wait.
 _CHUNKS_IN_FLIGHT: Final = 2
 
@@ -60,7 +64,9 @@ class Copier:
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Returns or raises only when nothing of it is copied any more, on any lane."""
-        chunks = [chunk for task in tasks for chunk in _chunks(task)]
+        share_bytes = sum(task.nbytes for task in tasks) // self._threads
+        chunk_bytes = min(COPY_CHUNK_BYTES, max(_CHUNK_BYTES_MIN, _round_up(share_bytes)))
+        chunks = [chunk for task in tasks for chunk in _chunks(task, chunk_bytes)]
         count = min(self._threads, len(chunks))
         while len(self._lanes) < count:
             self._lanes.append(self._driver.open_lane())
@@ -110,6 +116,11 @@ def _settle(lane: CopyLane, error: BaseException) -> None:
         error.add_note(f"and what was in flight ended with: {second}")
 
 
-def _chunks(task: Task) -> Iterator[Task]:
-    for offset in range(0, task.nbytes, COPY_CHUNK_BYTES):
-        yield task.cut(offset, min(COPY_CHUNK_BYTES, task.nbytes - offset))
+def _chunks(task: Task, chunk_bytes: int) -> Iterator[Task]:
+    for offset in range(0, task.nbytes, chunk_bytes):
+        yield task.cut(offset, min(chunk_bytes, task.nbytes - offset))
+
+
+def _round_up(nbytes: int) -> int:
+    """To whole huge pages, so that no two threads fault the same one in."""
+    return -(-nbytes // HUGE_BYTES) * HUGE_BYTES

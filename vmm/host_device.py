@@ -15,7 +15,8 @@ import re
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
@@ -50,14 +51,23 @@ class Charge:
     def process(self) -> ProcessKey:
         return ProcessKey(self.pid, self.start_ticks)
 
+    def as_fields(self) -> dict[str, str | int | None]:
+        return {
+            "key": self.key,
+            "pid": self.pid,
+            "start_ticks": self.start_ticks,
+            "nbytes": self.nbytes,
+            "owner": self.owner,
+        }
+
 
 def process_key(pid: int) -> ProcessKey | None:
     """The process's identity, or None if it is gone. A zombie holds no memory and counts as gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        fields = stat.rpartition(")")[2].split()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            fields = file.read().rpartition(b")")[2].split()
         # A leader may be a zombie while other threads still use the memory.
-        if fields[0] in "ZX" and len(os.listdir(f"/proc/{pid}/task")) <= 1:
+        if fields[0] in b"ZX" and len(os.listdir(f"/proc/{pid}/task")) <= 1:
             return None
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -69,6 +79,7 @@ class HostDevice:
 
     def __init__(self, path: Path, *, uuid: str, kind: str, capacity_bytes: int) -> None:
         self.path = path
+        self._ledger = str(path / "ledger")  # read and written at every charge and discharge
         self.uuid = uuid
         self.kind = kind
         self.capacity_bytes = capacity_bytes
@@ -167,34 +178,35 @@ class HostDevice:
 
     def _read(self) -> list[Charge]:
         try:
-            text = (self.path / "ledger").read_text(encoding="utf-8")
+            with open(self._ledger, "rb", buffering=0) as file:
+                content: dict[str, Any] = json.loads(file.read())
         except FileNotFoundError:
             return []
-        content: dict[str, Any] = json.loads(text)
         if content["boot_id"] != _boot_id():
             return []  # nothing survives a reboot, and pids and start times repeat
         return [Charge(**row) for row in content["rows"]]
 
     def _write(self, rows: list[Charge]) -> None:
-        content = {"boot_id": _boot_id(), "rows": [asdict(row) for row in rows]}
-        draft = self.path / "ledger.new"  # one name: we hold the lock
+        content = {"boot_id": _boot_id(), "rows": [row.as_fields() for row in rows]}
+        draft = self._ledger + ".new"  # one name: we hold the lock
         try:
-            draft.write_text(json.dumps(content), encoding="utf-8")
-            draft.replace(self.path / "ledger")
+            with open(draft, "w", encoding="utf-8") as file:
+                file.write(json.dumps(content))
+            os.replace(draft, self._ledger)
         except OSError as error:
             with suppress(OSError):
-                draft.unlink()  # a full disk took half of it
+                os.unlink(draft)  # a full disk took half of it
             reason = f"{self.path} cannot be written ({error.strerror}): give its disk room, then try again"
             raise LedgerUnwritable("ledger", reason) from error
 
     @contextmanager
     def _locked(self) -> Generator[None]:
-        fd = os.open(self.path / "ledger.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self._ledger + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             deadline = time.monotonic() + _LOCK_SECONDS_MAX
             while not _try_lock(fd):
                 if time.monotonic() > deadline:
-                    raise LedgerBusy("ledger", f"{self.path / 'ledger.lock'} was locked for {_LOCK_SECONDS_MAX} s")
+                    raise LedgerBusy("ledger", f"{self._ledger}.lock was locked for {_LOCK_SECONDS_MAX} s")
                 time.sleep(_LOCK_POLL_SECONDS)
             yield
         finally:
@@ -210,7 +222,9 @@ def _try_lock(fd: int) -> bool:
 
 
 def _living(rows: list[Charge]) -> list[Charge]:
-    now_alive = {pid: process_key(pid) for pid in {row.pid for row in rows}}
+    own_pid = os.getpid()
+    pids = {row.pid for row in rows}
+    now_alive = {pid: _own_key(pid) if pid == own_pid else process_key(pid) for pid in pids}
     return [row for row in rows if now_alive[row.pid] == row.process]
 
 
@@ -227,5 +241,11 @@ def _require_owner_room(row: Charge, rows: list[Charge], owner_bytes_max: int) -
         raise OutOfDeviceMemory(row.nbytes, max(0, free_bytes), owner_bytes_max, limit=f"the limit of {row.owner}")
 
 
+@lru_cache(maxsize=1)
+def _own_key(pid: int) -> ProcessKey | None:
+    return process_key(pid)
+
+
+@lru_cache(maxsize=1)
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -232,6 +232,8 @@ class HostDriver:
         self._enter("unmap", nbytes)
         with self._lock:
             physical = self._require_mapped("unmap", address, nbytes)
+            # Else the kernel marks each page as used while it unmaps it, which takes as long again.
+            host_memory.advise_pages(address, nbytes, host_memory.MADV_SEQUENTIAL)
             with _os_errors_as("unmap"):
                 host_memory.map_pages(
                     address, nbytes, host_memory.PROT_NONE, host_memory.RESERVED | host_memory.MAP_FIXED

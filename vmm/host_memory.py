@@ -18,16 +18,18 @@ PROT_NONE: Final = 0
 PROT_READ: Final = mmap.PROT_READ
 PROT_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 PAGE_BYTES: Final = mmap.PAGESIZE
+HUGE_BYTES: Final = 2 << 20  # with 4 KiB pages; elsewhere a size that aligns well all the same
 MAP_FIXED: Final = 0x10
 MAP_NORESERVE: Final = 0x4000
 RESERVED: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 SHARED_FIXED: Final = mmap.MAP_SHARED | MAP_FIXED
+MADV_SEQUENTIAL: Final = 2
 MADV_DONTFORK: Final = 10
 MADV_HUGEPAGE: Final = 14
+MADV_NOHUGEPAGE: Final = 15
 MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 MADV_COLLAPSE: Final = 25  # Linux 6.1
 
-_HUGE_BYTES: Final = 2 << 20
 _CAP_IPC_LOCK: Final = 14
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _UNLIMITED_BYTES: Final = 1 << 60  # cgroup v1 writes "no limit" as a huge number
@@ -58,7 +60,7 @@ def map_pages(address: int | None, nbytes: int, prot: int, flags: int, fd: int =
 
 def map_anonymous(nbytes: int) -> int:
     """Private memory in huge pages as far as they go, at an address that allows for them, and not for children."""
-    slack_bytes = _HUGE_BYTES if nbytes >= _HUGE_BYTES else 0
+    slack_bytes = HUGE_BYTES if nbytes >= HUGE_BYTES else 0
     start = map_pages(None, nbytes + slack_bytes, PROT_READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = start
     if slack_bytes:

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from . import host_memory
+from .host_memory import HUGE_BYTES
 
-HUGE_BYTES: Final = 2 << 20
 _PIECE_BYTES: Final = 32 << 20  # what a thread asks for at once
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Iterable
+from typing import Final
 
 from . import host_memory
 from .backup import Backup, round_to_pages
 from .blocks import Block
-from .copier import COPY_CHUNK_BYTES
 from .driver import Driver
 from .errors import ImmutableChanged
+
+_BUFFER_BYTES: Final = 16 << 20
 
 
 def digest_of_backup(backup: Backup) -> bytes:
@@ -32,7 +34,7 @@ def require_unchanged(driver: Driver, blocks: Iterable[Block]) -> None:
 def _device_digest(driver: Driver, block: Block) -> bytes:
     """Through a small host buffer: device memory need not be readable from here."""
     address, left_bytes = block.allocation.address, block.allocation.nbytes
-    buffer_bytes = round_to_pages(min(COPY_CHUNK_BYTES, left_bytes))
+    buffer_bytes = round_to_pages(min(_BUFFER_BYTES, left_bytes))
     buffer = host_memory.map_anonymous(buffer_bytes)
     digest = hashlib.blake2b()
     try:

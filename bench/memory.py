@@ -1,0 +1,186 @@
+"""Park and wake of the host device beside what the machine itself takes for the same bytes, in one run.
+
+Each repetition measures the floors and the pool one after the other, and ratios are made within it: what disturbs the
+machine then disturbs both. Reported are medians over the repetitions.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..vmm.host_device import HostDevice
+from ..vmm.host_driver import HostDriver
+from ..vmm.pool import Pool
+from ..vmm.tags import RestoreMode
+from .memory_floors import (
+    copy_seconds,
+    fresh_copy_seconds,
+    fresh_private_copy_seconds,
+    give_back_seconds,
+    system_facts,
+    warm_buffer,
+)
+from .memory_peers import peers
+
+TAG: Final = "model_weights"
+MODES: Final = (RestoreMode.PINNED, RestoreMode.CPU)
+FIRST_PARK_RATIO_MIN: Final = 0.9
+RESUME_RATIO_MIN: Final = 0.9
+SECOND_PARK_RATIO_MAX: Final = 1.2
+
+_FLOORS: Final = ("memcpy_warm", "memcpy_fresh", "memcpy_fresh_private", "unmap_release")
+_PARTS: Final = ("first_park", "second_park", "resume")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``huge``: huge pages are asked for; whether they are granted is measured."""
+
+    nbytes: int
+    threads: int
+    huge: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Seconds of one repetition by part, the floors among them; and what was copied and granted."""
+
+    seconds: Mapping[str, float]
+    second_park_copied_bytes: int
+    huge_bytes: int
+
+
+def run(
+    sizes_bytes: Sequence[int], repetitions: int, threads: Sequence[int], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Needs about four times the largest size of host memory; raises OutOfHostMemory where it is not there."""
+    results: list[dict[str, Any]] = []
+    for nbytes in sizes_bytes:
+        for huge in (True, False):
+            for count in threads:
+                case = Case(nbytes, count, huge)
+                say(f"{nbytes >> 20} MiB, {'huge' if huge else 'ordinary'} pages, {count} thread(s)")
+                results.append(result_of(case, _samples(case, repetitions)))
+    checks = [check for result in results for check in result["targets"]]
+    return {
+        "bench": "memory",
+        "system": system_facts(),
+        "repetitions": repetitions,
+        "cases": results,
+        "targets_met": all(check["met"] for check in checks),
+        "peers": peers(),
+    }
+
+
+def _samples(case: Case, repetitions: int) -> list[Sample]:
+    with warm_buffer(case.nbytes, huge=case.huge) as source, warm_buffer(case.nbytes, huge=case.huge) as target:
+        copy_seconds(target, source, case.nbytes, case.threads)  # the first is never like the others
+        return [_sample(case, source, target) for _ in range(repetitions)]
+
+
+def _sample(case: Case, source: int, target: int) -> Sample:
+    give_back, huge_bytes = give_back_seconds(source, case.nbytes, huge=case.huge)
+    seconds = {
+        "memcpy_warm": copy_seconds(target, source, case.nbytes, case.threads),
+        "memcpy_fresh": fresh_copy_seconds(source, case.nbytes, case.threads, huge=case.huge),
+        "memcpy_fresh_private": fresh_private_copy_seconds(source, case.nbytes, case.threads),
+        "unmap_release": give_back,
+    }
+    copied_bytes = 0
+    for mode in MODES:
+        parts, copied = _lull(case, mode, source)
+        seconds |= {f"{mode}.{name}": value for name, value in parts.items()}
+        copied_bytes += copied
+    return Sample(seconds, copied_bytes, huge_bytes)
+
+
+def _lull(case: Case, mode: RestoreMode, source: int) -> tuple[dict[str, float], int]:
+    """A new pool: first park, wake, second park and wake of an immutable tag."""
+    with tempfile.TemporaryDirectory(prefix="lull-bench-") as directory:
+        device = HostDevice.create(Path(directory) / "device", capacity_bytes=2 * case.nbytes)
+        driver = HostDriver(device, huge_pages=case.huge, page_threads=case.threads)
+        pool = Pool(driver, immutable_tags={TAG}, copy_threads=case.threads)
+        try:
+            allocation = pool.allocate(case.nbytes, TAG, mode)
+            driver.copy(allocation.address, source, case.nbytes)
+            pool.warm_backups()  # of PINNED; a CPU backup is made by the park
+            parts = {"first_park": _timed(lambda: pool.release([TAG]))}
+            resumes = [_timed(lambda: pool.resume([TAG]))]
+            parts["second_park"] = _timed(lambda: pool.release([TAG]))
+            copied_bytes = pool.statistics()[TAG].last_park_copied_bytes
+            resumes.append(_timed(lambda: pool.resume([TAG])))
+        finally:
+            pool.close()
+    return {**parts, "resume": statistics.mean(resumes)}, copied_bytes
+
+
+def _timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def result_of(case: Case, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Medians, ratios within each repetition, and what becomes of the targets."""
+    medians = {name: statistics.median(one.seconds[name] for one in samples) for name in samples[0].seconds}
+    ratios = {mode: _ratios(mode, samples) for mode in MODES}
+    return {
+        "size_bytes": case.nbytes,
+        "threads": case.threads,
+        "pages": "huge" if case.huge else "ordinary",
+        "huge_pages_granted_bytes": min(one.huge_bytes for one in samples),
+        "floor_seconds": {name: medians[name] for name in _FLOORS},
+        "lull_seconds": {mode.value: {part: medians[f"{mode}.{part}"] for part in _PARTS} for mode in MODES},
+        "ratios": {mode.value: ratios[mode] for mode in MODES},
+        "targets": _targets(ratios, max(one.second_park_copied_bytes for one in samples)),
+    }
+
+
+def _ratios(mode: RestoreMode, samples: Sequence[Sample]) -> dict[str, float]:
+    """The floor by ours for what is copied: 1 is as quick as the machine; ours by the floor for the second park."""
+    copies = "memcpy_warm" if mode is RestoreMode.PINNED else "memcpy_fresh_private"
+    first: list[float] = []
+    resume: list[float] = []
+    second: list[float] = []
+    for one in samples:
+        seconds = one.seconds
+        first.append((seconds[copies] + seconds["unmap_release"]) / seconds[f"{mode}.first_park"])
+        resume.append(seconds["memcpy_fresh"] / seconds[f"{mode}.resume"])
+        second.append(seconds[f"{mode}.second_park"] / seconds["unmap_release"])
+    return {
+        "first_park": statistics.median(first),
+        "resume": statistics.median(resume),
+        "second_park": statistics.median(second),
+    }
+
+
+def _targets(ratios: Mapping[RestoreMode, Mapping[str, float]], copied_bytes: int) -> list[dict[str, Any]]:
+    pinned = ratios[RestoreMode.PINNED]
+    return [
+        _check("first park, warm backup, to memcpy and release", pinned["first_park"], least=FIRST_PARK_RATIO_MIN),
+        *(
+            _check(f"resume {mode}, to memcpy into fresh pages", ratios[mode]["resume"], least=RESUME_RATIO_MIN)
+            for mode in MODES
+        ),
+        *(
+            _check(
+                f"second park {mode}, immutable, to unmap and release",
+                ratios[mode]["second_park"],
+                most=SECOND_PARK_RATIO_MAX,
+            )
+            for mode in MODES
+        ),
+        _check("bytes copied by a second park", copied_bytes, most=0),
+    ]
+
+
+def _check(name: str, value: float, *, least: float | None = None, most: float | None = None) -> dict[str, Any]:
+    met = (least is None or value >= least) and (most is None or value <= most)
+    bound = {"at_least": least} if least is not None else {"at_most": most}
+    return {"name": name, "value": value, **bound, "met": met}
