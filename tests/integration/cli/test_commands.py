@@ -102,7 +102,7 @@ def test_a_job_that_can_never_run_says_what_is_possible(box: UpBox) -> None:
     argv = ("submit", "--hbm", "1GiB", "--", "true")
     refused = box.run(*argv)
     assert refused.returncode == 1
-    assert "largest possible is 67108864" in refused.stderr
+    assert "largest possible is 64 MiB (67108864 bytes)" in refused.stderr
     assert box.run(*argv, "--wait").returncode == 1  # behind the command it is the command's own word
     assert box.run("submit", "--wait", *argv[1:]).returncode == 6
 
@@ -116,11 +116,43 @@ def test_a_waiting_job_says_why(box: UpBox) -> None:
     assert box.run("wait", holder).returncode == 130
 
 
+def test_a_job_is_held_released_and_retried(box: UpBox) -> None:
+    holder = submitted(box, "exec sleep 600")
+    job = box.run("submit", "-q", "--hbm", "64MiB", "--", "true").stdout.strip()
+    assert box.run("job", "hold", job).stdout == f"job {job}: held\n"
+    assert "held by operator" in box.run("job", "explain", job).stdout
+    assert json.loads(box.run("job", "release", job, "-o", "json").stdout)["state"] == "queued"
+    early = box.run("job", "retry", job)
+    assert (early.returncode, "has ended" in early.stderr) == (5, True)
+    assert box.run("cancel", holder, job).returncode == 0
+    again = box.run("job", "retry", "-q", job).stdout.strip()
+    assert again != job
+    assert box.run("wait", again).returncode == 0
+    assert box.run("wait", holder).returncode == 130
+
+
+def test_what_is_known_is_not_for_an_operator_to_decide(box: UpBox) -> None:
+    job = submitted(box, "true")
+    assert box.run("wait", job).returncode == 0
+    refused = box.run("job", "resolve", job, "--as", "failed")
+    assert (refused.returncode, "ended already" in refused.stderr) == (5, True)
+    unsure = box.run("job", "resolve", job, "--as", "requeue")
+    assert (unsure.returncode, "--yes" in unsure.stderr) == (2, True)
+    loan = json.loads(box.run("show", job, "-o", "json").stdout)["loan_id"]
+    wait_until(
+        lambda: json.loads(box.run("loan", "show", loan, "-o", "json").stdout)["state"] == "closed", 30, "closed"
+    )
+    given_up = box.run("loan", "give-up", loan)
+    assert (given_up.returncode, "only a faulted one" in given_up.stderr) == (5, True)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
         ("show nonesuch", 4, "nonesuch"),
         ("engine show nonesuch", 4, "nonesuch"),
+        ("engine restart nonesuch", 4, "nonesuch"),
+        ("job resolve nonesuch --as failed", 4, "nonesuch"),
         ("--token-file /nonexistent show x", 3, "/nonexistent"),
         ("--server http://127.0.0.1:1 ps", 3, "no token"),
         ("submit --hbm 40G -- true", 2, "ambiguous"),
