@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ..vmm import host_memory
+from ..vmm.backup import UNTOUCHED_BYTES
+from ..vmm.errors import OutOfHostMemory
 from ..vmm.host_device import HostDevice
 from ..vmm.host_driver import HostDriver
+from ..vmm.host_memory import HUGE_BYTES
 from ..vmm.pool import Pool
 from ..vmm.tags import RestoreMode
+from . import memory_attach
 from .memory_floors import (
     copy_seconds,
     fresh_copy_seconds,
@@ -57,22 +62,31 @@ class Sample:
 
 
 def run(
-    sizes_bytes: Sequence[int], repetitions: int, threads: Sequence[int], say: Callable[[str], None]
+    sizes_bytes: Sequence[int],
+    attach_bytes: int,
+    repetitions: int,
+    threads: Sequence[int],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Needs about four times the largest size of host memory; raises OutOfHostMemory where it is not there."""
     results: list[dict[str, Any]] = []
-    for nbytes in sizes_bytes:
+    for nbytes in [-(-size // HUGE_BYTES) * HUGE_BYTES for size in sizes_bytes]:
+        needed_bytes, available_bytes = 4 * nbytes + UNTOUCHED_BYTES, host_memory.available_bytes()
+        if needed_bytes > available_bytes:
+            raise OutOfHostMemory(needed_bytes, available_bytes, f"a run with {nbytes} bytes")
         for huge in (True, False):
             for count in threads:
                 case = Case(nbytes, count, huge)
                 say(f"{nbytes >> 20} MiB, {'huge' if huge else 'ordinary'} pages, {count} thread(s)")
                 results.append(result_of(case, _samples(case, repetitions)))
-    checks = [check for result in results for check in result["targets"]]
+    attach = memory_attach.measure(attach_bytes, repetitions, say)
+    checks = [check for result in [*results, attach] for check in result.get("targets", ())]
     return {
         "bench": "memory",
         "system": system_facts(),
         "repetitions": repetitions,
         "cases": results,
+        "attach": attach,
         "targets_met": all(check["met"] for check in checks),
         "peers": peers(),
     }

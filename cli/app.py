@@ -111,7 +111,10 @@ TREE: Final = Branch(
         "demo": Leaf("demo", "demo", "Watch one whole loan on this machine, without a GPU.", extra="all"),
         "bench": Branch(
             "Benchmarks that print JSON.",
-            {"loan": Leaf("bench", "bench_loan", "How much of a loan is Lull's own time.", extra="all")},
+            {
+                "loan": Leaf("bench", "bench_loan", "How much of a loan is Lull's own time.", extra="all"),
+                "memory": Leaf("bench_memory", "bench_memory", "Park and wake beside plain copies of the same bytes."),
+            },
         ),
         "server": Leaf("server", "server", "Run the server: API and scheduler.", extra="server"),
         "agent": Leaf("agent", "agent", "Run the agent of this node.", extra="agent"),
