@@ -59,6 +59,8 @@ class Rig:
     fake: FakeCuda | None = None
     seconds_max: float = 0.0
     """How long memory may take to be free after its owner is gone."""
+    context_bytes_max: int = 0
+    """What another process's context may take of the device."""
     made: list[Mapped] = field(default_factory=list)
 
     def new_driver(self) -> Driver:
@@ -183,7 +185,7 @@ def _real(_: Path, __: pytest.MonkeyPatch) -> Rig:
     driver = CudaDriver(CudaDriver.devices()[0])
     driver.synchronize()  # the context takes its own memory now, and not under a measurement
     unit_bytes = int(os.environ.get(UNIT_BYTES_ENVIRONMENT_NAME, GIB // 4))
-    return Rig(driver, unit_bytes, unit_bytes // 4, False, {}, seconds_max=20.0)
+    return Rig(driver, unit_bytes, unit_bytes // 4, False, {}, seconds_max=20.0, context_bytes_max=2 * GIB)
 
 
 def rig_makers() -> dict[str, Callable[[Path, pytest.MonkeyPatch], Rig]]:

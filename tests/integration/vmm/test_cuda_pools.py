@@ -79,3 +79,24 @@ def test_several_devices_park_and_wake_as_one(new_fake_cuda: NewFakeCuda) -> Non
     for driver in drivers:
         driver.close()
     assert set(fake.everything_live().values()) == {0}
+
+
+def test_every_backup_is_made_before_anything_is_given_back(new_fake_cuda: NewFakeCuda) -> None:
+    """And every handle is there before anything is mapped: what fails most often is undone most easily."""
+    fake = new_fake_cuda(strict=True)
+    pool = Pool(CudaDriver(CudaDriver.devices()[0]))
+    for _ in range(3):
+        pool.allocate(GRANULE_BYTES, "model_weights", RestoreMode.CPU)
+    fake.fail("cuMemcpyAsync", INVALID_VALUE, nth_call=3)
+    with pytest.raises(LullMemoryError):
+        pool.release(["model_weights"])
+    assert fake.calls("cuMemUnmap") == fake.calls("cuMemRelease") == 0
+    pool.release(["model_weights"])
+    assert fake.calls("cuMemUnmap") == fake.calls("cuMemRelease") == 3
+    mapped = fake.calls("cuMemMap")
+    fake.fail("cuMemCreate", INVALID_VALUE, nth_call=3)
+    with pytest.raises(LullMemoryError):
+        pool.resume(["model_weights"])
+    assert fake.calls("cuMemMap") == mapped
+    pool.resume(["model_weights"])
+    pool.close()
