@@ -10,6 +10,7 @@
 #define CONTEXTS_NESTED_MAX 16
 
 static Device devices[DEVICES_MAX];
+static uint64_t context_keys[DEVICES_MAX]; /* what the primary contexts take of their devices, in the budget */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pid_t initialized_by; /* like the real driver, of no use after a fork */
 static __thread Device *stack[CONTEXTS_NESTED_MAX];
@@ -61,6 +62,7 @@ long contexts_live(void)
 void devices_reset(void)
 {
     memset(devices, 0, sizeof devices);
+    memset(context_keys, 0, sizeof context_keys);
     initialized_by = 0;
     depth = 0; /* of this thread; others are expected to have restored theirs */
 }
@@ -150,11 +152,14 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
     ENTER(NEEDS_INIT);
     Device *found = device_at(device);
     if (!found) return CUDA_ERROR_INVALID_DEVICE;
+    uint64_t nbytes = environment_number("FAKE_CUDA_CONTEXT_BYTES", 0);
+    CUresult result = CUDA_SUCCESS;
     pthread_mutex_lock(&lock);
-    found->retained++;
+    if (!found->retained && nbytes) result = budget_charge(device, nbytes, &context_keys[device]);
+    if (!result) found->retained++;
     pthread_mutex_unlock(&lock);
     *context = found;
-    return CUDA_SUCCESS;
+    return result;
 }
 
 CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
@@ -164,7 +169,10 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
     if (!found) return CUDA_ERROR_INVALID_DEVICE;
     pthread_mutex_lock(&lock);
     CUresult result = found->retained ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
-    if (found->retained) found->retained--;
+    if (found->retained && !--found->retained && context_keys[device]) {
+        budget_drop(context_keys[device]);
+        context_keys[device] = 0;
+    }
     pthread_mutex_unlock(&lock);
     return result;
 }

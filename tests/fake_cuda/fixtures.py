@@ -21,6 +21,7 @@ class NewFakeCuda(Protocol):
         integrated: bool = False,
         export: str = "fd",
         pin: bool = True,
+        context_granules: int = 0,
     ) -> FakeCuda: ...
 
 

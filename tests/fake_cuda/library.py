@@ -63,6 +63,7 @@ def environment(
     integrated: bool = False,
     export: str = "fd",
     pin: bool = True,
+    context_granules: int = 0,
 ) -> dict[str, str]:
     """What a process needs to see devices of ``granules`` each. Processes with one ``state`` folder share them."""
     return {
@@ -75,6 +76,7 @@ def environment(
         "FAKE_CUDA_INTEGRATED": str(int(integrated)),
         "FAKE_CUDA_EXPORT": export,
         "FAKE_CUDA_PIN": str(int(pin)),
+        "FAKE_CUDA_CONTEXT_BYTES": str(context_granules * granule_bytes),
     }
 
 
