@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import socket
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from .protocol.config_file import FilePath
 from .protocol.policy import EnginePolicy
 
 _UNITS: Final = {
@@ -57,7 +57,7 @@ class DeviceSettings(Section):
     """A host-memory device: a directory that every process on the node opens by its path."""
 
     kind: Literal["host"] = "host"
-    path: Path
+    path: FilePath
     capacity_bytes: Bytes
     # A process of its own that owns the memory of engines which attach to it: it outlives them.
     memory_service: bool = False
@@ -69,7 +69,7 @@ class EngineSettings(Section):
     models: Annotated[list[Name], Field(min_length=1, max_length=64)]
     url: Annotated[str, Field(pattern=r"^http://(127\.0\.0\.1|localhost|\[::1\]):\d{1,5}$")]
     device_indexes: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=64)]
-    control_key_file: Path
+    control_key_file: FilePath
     # None: attached, somebody else runs it.
     command: Annotated[list[str], Field(min_length=1)] | None = None
     env: dict[str, str] = Field(default_factory=dict)
@@ -92,8 +92,8 @@ class EngineSettings(Section):
 
 class AgentSettings(Section):
     server_url: Annotated[str, Field(pattern=r"^https?://\S+$")]
-    token_file: Path
-    data_dir: Path
+    token_file: FilePath
+    data_dir: FilePath
     node_name: Name = Field(default_factory=lambda: re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:63])
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     devices: Annotated[list[DeviceSettings], Field(max_length=64)] = Field(default_factory=list[DeviceSettings])
@@ -118,12 +118,17 @@ class AgentSettings(Section):
 
     @model_validator(mode="after")
     def _check(self) -> AgentSettings:
-        names = [engine.name for engine in self.engines]
-        if len(set(names)) != len(names):
-            raise ValueError("engines: every engine needs a name of its own")
-        models = [model for engine in self.engines for model in engine.models]
-        if len(set(models)) != len(models):
-            raise ValueError("engines: a model may be served by one engine of a node only")
+        names: set[str] = set()
+        models: set[str] = set()
+        for number, engine in enumerate(self.engines):
+            if engine.name in names:
+                raise ValueError(f"engines.{number}.name: every engine needs a name of its own")
+            if twice := models & set(engine.models):
+                raise ValueError(
+                    f"engines.{number}.models: {min(twice)!r} is served by another engine; one of a node may serve it"
+                )
+            names.add(engine.name)
+            models.update(engine.models)
         for number, engine in enumerate(self.engines):
             for index in engine.device_indexes:
                 if index >= len(self.devices):

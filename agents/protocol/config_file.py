@@ -1,4 +1,4 @@
-"""Reads a TOML file into a settings model; every error names file, line and key."""
+"""Reads a TOML file into a settings model; every error names file, line and key, as far as the file spells it out."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError, ValidationInfo
 from pydantic_core import ErrorDetails
 
 M = TypeVar("M", bound=BaseModel)
@@ -16,11 +16,20 @@ M = TypeVar("M", bound=BaseModel)
 _FILE_BYTES_MAX = 1 << 20
 _SHOWN_MAX = 20
 _HEADER = re.compile(r"^\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?$")
+_NAMED = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)*): ")  # at the head of what a check of several keys says
 _KEY = re.compile(r"^\s*([A-Za-z0-9_.\"'-]+)\s*=")
 
 
 class ConfigFileError(ValueError):
     """What is wrong, as ``file:line: key: text``."""
+
+
+def _from_folder(path: Path, info: ValidationInfo[Path | None]) -> Path:
+    return path if info.context is None else info.context / path
+
+
+# A path of a file: relative ones are meant from the folder of that file, whoever reads it from wherever.
+FilePath = Annotated[Path, AfterValidator(_from_folder)]
 
 
 def load_toml(path: Path, model: type[M], given: Mapping[str, Any] | None = None) -> M:
@@ -41,12 +50,13 @@ def load_toml(path: Path, model: type[M], given: Mapping[str, Any] | None = None
         place = re.search(r"line (\d+)", str(error))
         line = place.group(1) if place else str(text.count("\n") + 1)
         raise ConfigFileError(f"{path}:{line}: {error}") from error
-    return validate(path, text, {**values, **(given or {})}, model)
+    paths = {key: value.absolute() for key, value in (given or {}).items() if isinstance(value, Path)}
+    return validate(path, text, {**values, **(given or {}), **paths}, model)
 
 
 def validate(path: Path, text: str, values: dict[str, Any], model: type[M]) -> M:
     try:
-        return model.model_validate(values)
+        return model.model_validate(values, context=path.absolute().parent)
     except ValidationError as error:
         # A misspelled key is also a missing one: the spelling is what has to change, so it comes first.
         found = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
@@ -55,18 +65,22 @@ def validate(path: Path, text: str, values: dict[str, Any], model: type[M]) -> M
 
 def _one_line(path: Path, text: str, error: ErrorDetails) -> str:
     place = tuple(part for part in error["loc"] if part != "off")
-    key = ".".join(str(part) for part in place) or "(whole file)"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error" and (named := _NAMED.match(message)):
+        place += tuple(int(part) if part.isdecimal() else part for part in named.group(1).split("."))
+        message = message[named.end() :]
+    key = ".".join(str(part) for part in place) or "(whole file)"
     if error["type"] == "extra_forbidden":
         message = "unknown key; remove it or correct its spelling"
     elif error["type"] == "missing":
         message = "is missing"
-    return f"{path}:{line_of(text, place)}: {key}: {message}"
+    line = line_of(text, place)
+    return f"{path}{'' if line is None else f':{line}'}: {key}: {message}"
 
 
-def line_of(text: str, place: tuple[str | int, ...]) -> int:
-    """The line, from 1, of the deepest part of ``place`` that the text spells out; 1 if none is."""
-    best_line, best_depth = 1, 0
+def line_of(text: str, place: tuple[str | int, ...]) -> int | None:
+    """The line, from 1, of the deepest part of ``place`` that the text spells out; None if none is."""
+    best_line, best_depth = None, 0
     table: list[str | int] = []
     seen: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):

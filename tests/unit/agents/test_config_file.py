@@ -31,6 +31,16 @@ when = "always"
 """
 
 
+TWICE = """\
+[[engines]]
+name = "alpha"
+models = ["beta"]
+url = "http://127.0.0.1:9002"
+device_indexes = [0]
+control_key_file = "/run/beta.key"
+"""
+
+
 def load(tmp_path: Path, text: str) -> AgentSettings:
     path = tmp_path / "agent.toml"
     path.write_text(text)
@@ -49,10 +59,12 @@ def test_a_good_file(tmp_path: Path) -> None:
         ('node_name = "box"', 'node_nam = "box"', 4, "node_nam: unknown key"),
         ('capacity_bytes = "1.5GiB"', 'capacity_bytes = "1.5 apples"', 8, "devices.0.capacity_bytes: '1.5 apples'"),
         ('url = "http://127.0.0.1:9001"', 'url = "http://10.0.0.1:9001"', 13, "engines.0.url"),
-        ('when = "always"', 'when = "idle"', 17, "not obeyed yet"),
-        ('when = "always"', "recall_waiting_seconds = 5", 17, "recall_waiting_seconds"),
+        ('when = "always"', 'when = "idle"', 18, "not obeyed yet"),
+        ('when = "always"', "recall_waiting_seconds = 5", 18, "recall_waiting_seconds"),
         ('when = "always"', 'restore_modes = {model_weights = "NONE"}', 18, "CPU or PINNED"),
-        ("device_indexes = [0]", "device_indexes = [3]", 1, "there is no device 3"),
+        ("device_indexes = [0]", "device_indexes = [3]", 14, "engines.0.device_indexes: there is no device 3"),
+        ("device_indexes = [0]", "device_indexes = [0, 0]", 14, "engines.0.device_indexes: each device once"),
+        ("[engines.policy]", TWICE + "[engines.policy]", 18, "engines.1.name: every engine needs a name of its own"),
         ('name = "alpha"', "name = ", 11, "Invalid value"),
     ],
 )
@@ -68,8 +80,22 @@ def test_an_error_names_file_line_and_key(tmp_path: Path, old: str, new: str, li
 def test_a_missing_file_and_a_missing_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigFileError, match="No such file"):
         load_toml(tmp_path / "none.toml", AgentSettings)
-    with pytest.raises(ConfigFileError, match="token_file: is missing"):
+    with pytest.raises(ConfigFileError, match=r"/agent\.toml: token_file: is missing"):  # it is on no line
         load(tmp_path, GOOD.replace('token_file = "/run/token"\n', ""))
+
+
+def test_relative_paths_start_at_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    text = GOOD.replace('"/run/token"', '"token"').replace('"/var/lib/lull/device0"', '"devices/0"')
+    settings = load(tmp_path, text.replace('"/run/alpha.key"', '"../alpha.key"'))
+    assert settings.token_file == tmp_path / "token"
+    assert settings.devices[0].path == tmp_path / "devices" / "0"
+    assert settings.engines[0].control_key_file == tmp_path / ".." / "alpha.key"
+    assert settings.data_dir == Path("/var/lib/lull")
+    monkeypatch.chdir(tmp_path)
+    given = {"data_dir": Path("here"), "token_file": Path("there")}
+    settings = load_toml(Path("agent.toml"), AgentSettings, given)
+    assert (settings.data_dir, settings.token_file) == (tmp_path / "here", tmp_path / "there")
 
 
 @pytest.mark.parametrize(
