@@ -29,7 +29,7 @@ from .context import Target, config_path, write_context
 from .exits import ExitCode, fail, reported
 from .quantities import parse_duration
 from .up_children import Child, Children, StopSignal
-from .up_files import UpPaths, UpRecord, default_agent_toml, read_record, write_record
+from .up_files import UpPaths, UpRecord, default_agent_toml, put_back, read_record, write_record
 from .up_stop import UP_MARK, stop_everything, wait_gone
 
 SERVER_START_SECONDS_MAX: Final = 60.0
@@ -79,7 +79,8 @@ def run_up(paths: UpPaths, config: Path | None, host: str, port: int) -> None:
     toml = agent_config(paths, config, url)
     settings = _check_agent_config(toml)
     with _only_one(paths), StopSignal().installed() as stop:
-        end_orphans(read_record(paths))
+        earlier = read_record(paths)
+        end_orphans(earlier)
         paths.stopping.unlink(missing_ok=True)
         server, agent = _children(paths, toml, url, host, port)
         children = _watched(paths, url, server, agent)
@@ -94,6 +95,8 @@ def run_up(paths: UpPaths, config: Path | None, host: str, port: int) -> None:
                 children.watch(stop)
         finally:
             children.end()
+            if agent.started_at == 0.0:  # nothing new that a later `--stop` would have to end
+                put_back(paths, earlier)
     say("ended; engines, gateway and jobs go on" if not paths.stopping.exists() else "ended")
 
 

@@ -87,6 +87,14 @@ def write_record(paths: UpPaths, record: UpRecord) -> None:
     draft.rename(paths.record)
 
 
+def put_back(paths: UpPaths, earlier: UpRecord | None) -> None:
+    """What an earlier `lull up` wrote, or nothing."""
+    if earlier is None:
+        paths.record.unlink(missing_ok=True)
+    else:
+        write_record(paths, earlier)
+
+
 def default_agent_toml(paths: UpPaths, server_url: str) -> str:
     """Settings for a machine about which nobody has said anything: one host-memory device, no engine."""
     capacity_bytes = max(DEVICE_BYTES_MIN, _available_bytes() // DEVICE_SHARE_OF_MEMORY >> 28 << 28)

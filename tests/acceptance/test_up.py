@@ -120,6 +120,8 @@ def test_a_port_that_is_in_use_is_one_clear_line(box: UpBox, tmp_path: Path) -> 
     assert str(box.port) in ended.stderr
     assert "Traceback" not in ended.stderr
     assert other.processes() == []
+    assert not other.paths.record.exists()
+    assert "nothing runs" in other.stop().stderr
 
 
 def test_a_gateway_s_port_in_use_is_one_clear_line_and_the_rest_runs(tmp_path: Path) -> None:
