@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -15,6 +16,11 @@ from .exits import ExitCode, fail
 from .options import OutputFormat
 from .output import Row, plain, text_of
 from .quantities import parse_duration
+
+RESTARTS: Final = (
+    "engine {engine}: other restore modes take effect by a restart, as soon as no loan has it; its gate is closed and"
+    " drained for that"
+)
 
 
 @client_command
@@ -49,6 +55,7 @@ def set_policy(
 ) -> None:
     """Change fields of an engine's policy; the others stay. With -f the file is the whole policy.
 
+    Other restore modes restart an engine that the agent supervises; everything else rules from the next loan on.
     Somebody else's change in between is noticed and nothing is overwritten (exit code 5).
     """
     if bool(changes) == (file is not None):
@@ -58,6 +65,8 @@ def set_policy(
     for change in changes or []:
         apply_change(policy, change)
     changed = session.client.put_policy(engine, policy, expected_version=current.version)
+    if changed.policy.restore_modes != current.policy.restore_modes:  # refused where the agent does not supervise it
+        print(f"lull: {RESTARTS.format(engine=engine)}", file=sys.stderr)
     if session.out.form in (OutputFormat.TABLE, OutputFormat.WIDE):
         session.out.print(f"engine {engine}: policy version {changed.version}")
     else:

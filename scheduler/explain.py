@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ..agents.protocol.loans import LoanState
+from ..agents.protocol.sizes import in_words
 from .model import Job, JobReason, LoanId, NodeId, Snapshot
 from .placement import Blocker, Group, bytes_on
 
@@ -86,7 +87,8 @@ def _blocker_of_node(job: Job, groups: Sequence[Group]) -> Blocker:
     if sum(_could_hold(job, group) for group in groups) < job.gpus:
         largest = max((nbytes for group in groups for nbytes in group.whole_bytes.values()), default=0)
         data = {"need_bytes": job.hbm_bytes, "largest_bytes": largest}
-        return Blocker("Unsatisfiable", f"the node's devices are too small: the largest gives {largest} bytes", data)
+        sentence = f"the node's devices are too small: the largest gives {in_words(largest)}"
+        return Blocker("Unsatisfiable", sentence, data)
     blocked = [group.blocker for group in large if group.blocker is not None]
     if blocked:
         return min(blocked, key=lambda each: _rank(each.code))
@@ -112,6 +114,8 @@ def _taken_by_others(job: Job, groups: Iterable[Group]) -> Blocker:
                     "foreign_bytes": device.foreign_bytes,
                 }
                 if device.foreign_bytes > 0:
-                    return Blocker("ForeignProcess", f"others hold {device.foreign_bytes} bytes of the device", data)
-                return Blocker("HBMNotFreed", f"the device would have {have} of {need} bytes", data)
+                    return Blocker(
+                        "ForeignProcess", f"others hold {in_words(device.foreign_bytes)} of the device", data
+                    )
+                return Blocker("HBMNotFreed", f"the device would have {in_words(have)} of {in_words(need)}", data)
     return Blocker("LoanOpen", "the devices have just been given to jobs ahead of this one", {})

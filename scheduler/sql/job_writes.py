@@ -7,6 +7,7 @@ from typing import Any, Final
 import uuid_utils
 from sqlalchemy import Connection, RowMapping, delete, func, insert, select
 
+from ...agents.protocol.sizes import in_words
 from ..errors import Conflict, IdempotencyMismatch, NotFound, QueueFull, Unsatisfiable
 from ..lifecycle import TERMINAL_JOB_STATES, JobEvent, JobState
 from ..model import JobId, SubmitResult
@@ -136,8 +137,8 @@ def _check_possible(conn: Connection, request: JobRequest) -> None:
     if request.hbm_bytes is not None and request.hbm_bytes > largest_bytes:
         raise Unsatisfiable(
             "hbm_bytes",
-            f"{request.hbm_bytes} bytes on each of {request.gpus} devices of one node do not exist;"
-            f" the largest possible is {largest_bytes}",
+            f"{in_words(request.hbm_bytes)} on each of {request.gpus} devices of one node do not exist;"
+            f" the largest possible is {in_words(largest_bytes)}",
             largest_bytes=largest_bytes,
             largest_gpus=largest_gpus,
         )
