@@ -292,6 +292,7 @@ class Daemon:
             orders_after=self.journal.highest("orders_after"),
             epochs={device_id: self.journal.highest(f"epoch:{device_id}") for device_id in self.node.devices},
             newest_report=self.journal.newest_report(),
+            reports_at_start=self.journal.reports_at_start,
         )
 
     async def _on_registered(self, registered: Registered) -> None:

@@ -336,6 +336,11 @@ class Journal:
         """The id of the newest report that was not acknowledged; 0 if there is none."""
         return self._outbox.newest()
 
+    @property
+    def reports_at_start(self) -> int:
+        """The number of the newest report when this process began: all above it are its own."""
+        return self._outbox.numbered_at_start
+
     def ended_unacknowledged(self) -> list[AttemptChanged]:
         """Ends that still wait in the outbox, for the registration."""
         return self._outbox.ended()

@@ -39,11 +39,17 @@ class Outbox:
         self._file = file
         self._observations_max = observations_max
         self._acknowledged = self._mark("acknowledged")
+        # A power cut takes the newest of what was not flushed: their numbers are then given a second time.
+        self.numbered_at_start = self._numbered()
         self._held_back: dict[tuple[str, str], tuple[float, Any]] = {}
         self._observations = self._count()  # at least as many as there are
 
     def _count(self) -> int:
         return int(self._file.read(f"SELECT count(*) FROM outbox WHERE {_IS_OBSERVATION}").fetchone()[0])  # noqa: S608
+
+    def _numbered(self) -> int:
+        row = self._file.read("SELECT seq FROM sqlite_sequence WHERE name = 'outbox'").fetchone()
+        return 0 if row is None else int(row[0])
 
     def _mark(self, key: str) -> int:
         row = self._file.read("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()

@@ -373,6 +373,9 @@ class Register(Message):
     # The newest report that waits to be sent; 0 if none does. What it holds is newer than anything that can be
     # concluded from what is not listed here.
     newest_report: int = 0
+    # The newest number of a report when this process of the agent began. A power cut may take reports that were sent
+    # and taken; the numbers above this one are then given anew, to other reports. None: an agent that does not tell.
+    reports_at_start: int | None = None
 
 
 class PolicyInForce(Message):

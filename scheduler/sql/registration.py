@@ -127,6 +127,9 @@ def _write_node(tx: Tx, register: Register, now: float, lease_seconds: float) ->
             **dict.fromkeys(("order_seq", "fence_seq"), max(old["order_seq"], register.orders_after) + 1),
             "heard_count": old["heard_count"] + 1,
         }
+        if register.start_id != old["start_id"] and register.reports_at_start is not None:
+            # Above it the numbers are new ones, whatever bore them before the node lost power.
+            values["acknowledged"] = min(old["acknowledged"], max(0, register.reports_at_start))
         if old["journal_id"] != register.journal_id:
             values |= {"acknowledged": 0, "journal_before_id": old["journal_before_id"] or old["journal_id"]}
         if old["boot_id"] != register.boot_id:

@@ -251,6 +251,23 @@ async def test_a_loan_of_which_no_report_speaks_is_settled_after_them(
     assert loan.reason.code == "LoanNotHeld"
 
 
+async def test_numbers_that_a_power_cut_made_free_are_given_to_new_reports(
+    store: Store, agent: ModelAgent, ordered: OpenLoan
+) -> None:
+    """The node sent reports that were not on its disk yet; the next process numbers its own from before them."""
+    await agent.accept(ordered)
+    kept = agent.report_id
+    await agent.report(*(Alert(severity="info", code="x", sentence="x") for _ in range(9)))
+    agent.report_id, agent.start_id = kept, "after the power cut"
+    agent.marks = {"reports_at_start": kept}
+    end = agent.envelope(_attempt(ordered, AttemptState.ENDED, end=AttemptEnd.NODE_REBOOTED))
+    assert (await agent.register()).acknowledged == kept
+    await agent.send(end)
+    job = await job_of(store, ordered)
+    assert (job.state, job.failure_reason) == (JobState.FAILED, "node_rebooted")
+    assert (await agent.register()).acknowledged == kept + 1, "the same process: its numbers go on"
+
+
 async def test_what_is_held_and_closed_here_is_to_be_given_back(
     store: Store, agent: ModelAgent, ordered: OpenLoan
 ) -> None:

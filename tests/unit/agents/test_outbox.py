@@ -59,3 +59,16 @@ def test_reports_that_the_scheduler_forgot_stay_a_gap(tmp_path: Path) -> None:
     observe(journal, 150)
     journal.acknowledge(10)  # its database is an older one now
     assert journal.unsent(7)[0]["id"] > 30
+
+
+def test_a_process_knows_which_numbers_are_its_own(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    assert journal.reports_at_start == 0
+    observe(journal, 3)
+    journal.acknowledge(3)
+    observe(journal, 2)
+    assert journal.reports_at_start == 0
+    journal.close()
+    again = Journal(tmp_path / "journal.sqlite")
+    assert again.reports_at_start == 5, "also those that were taken and forgotten"
+    again.close()
