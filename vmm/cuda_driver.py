@@ -261,17 +261,21 @@ class CudaDriver:
     # -- inside
 
     def _created(self, nbytes: int) -> tuple[int, HandleType]:
+        """An attribute may promise what this process is not allowed: a fabric needs its channel (IMEX), RDMA its
+        kernel module. So what is refused is given up one by one, and not asked for again."""
         while True:
-            handle_type = self._handle_types[0]
+            handle_type, rdma = self._handle_types[0], self._rdma
             try:
-                return self._calls.create(nbytes, handle_type, rdma=self._rdma), handle_type
+                return self._calls.create(nbytes, handle_type, rdma=rdma), handle_type
             except CudaError as error:
-                # An attribute may promise what the process is not allowed: a fabric needs its channel (IMEX).
-                if not is_refusal(error) or handle_type is HandleType.PLAIN:
+                if not is_refusal(error) or (handle_type is HandleType.PLAIN and not rdma):
                     raise
-                _log.warning("device %s: no %s handles: %s", self.device_uuid, handle_type.name, error)
+                given_up = "RDMA" if rdma else f"{handle_type.name} handles"
+                _log.warning("device %s gives no memory for %s: %s", self.device_uuid, given_up, error)
             with self._lock:
-                if self._handle_types[0] is handle_type:
+                if rdma:
+                    self._rdma = False
+                elif self._handle_types[0] is handle_type:
                     self._handle_types = self._handle_types[1:]
 
     @contextmanager

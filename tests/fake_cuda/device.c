@@ -142,6 +142,9 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
         *value = environment_has("FAKE_CUDA_EXPORT", "fabric", "fd");
         break;
+    case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED:
+        *value = environment_has("FAKE_CUDA_RDMA", "promised", "none");
+        break;
     default: break;
     }
     return CUDA_SUCCESS;

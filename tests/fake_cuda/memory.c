@@ -224,7 +224,8 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t nbytes, const 
         prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
         return CUDA_ERROR_INVALID_VALUE;
     if (!device_at(device)) return CUDA_ERROR_INVALID_DEVICE;
-    if (!exportable(prop->requestedHandleTypes)) return CUDA_ERROR_NOT_SUPPORTED;
+    int rdma = prop->allocFlags.gpuDirectRDMACapable && !environment_has("FAKE_CUDA_RDMA", "given", "none");
+    if (rdma || !exportable(prop->requestedHandleTypes)) return CUDA_ERROR_NOT_SUPPORTED;
     uint64_t key;
     CUresult result = budget_charge(device, nbytes, &key);
     if (result) return result;

@@ -242,6 +242,19 @@ def test_handles_that_are_forbidden_in_spite_of_the_attribute_are_not_asked_for_
     assert fake.calls("cuMemCreate") == 3
 
 
+@pytest.mark.parametrize(("rdma", "creates"), [("promised,given", 2), ("promised", 3), ("none", 2)])
+def test_memory_is_for_rdma_where_that_is_allowed(
+    new_fake_cuda: NewFakeCuda, monkeypatch: pytest.MonkeyPatch, rdma: str, creates: int
+) -> None:
+    fake = new_fake_cuda()
+    monkeypatch.setenv("FAKE_CUDA_RDMA", rdma)
+    driver = CudaDriver(CudaDriver.devices()[0])
+    for _ in range(2):
+        driver.create(GRANULE_BYTES)
+    assert fake.calls("cuMemCreate") == creates
+    assert driver.handle_type is HandleType.POSIX_FD  # which is no fault of the handles
+
+
 def test_integrated_memory_is_unified(new_fake_cuda: NewFakeCuda) -> None:
     new_fake_cuda(integrated=True)
     assert CudaDriver(CudaDriver.devices()[0]).unified
