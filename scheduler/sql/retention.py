@@ -15,7 +15,7 @@ EVENT_SECONDS: Final = 90 * _DAY
 EVENTS_MAX: Final = 1_000_000
 ORDER_SECONDS: Final = 7 * _DAY
 OCCUPANCY_SECONDS: Final = 400 * _DAY
-LOG_TAIL_SECONDS: Final = 14 * _DAY  # as long as a node keeps the whole log
+LOG_TAIL_SECONDS: Final = 14 * _DAY  # no shorter than a node keeps the whole log
 LOG_TAILS_MAX: Final = 20_000  # two an attempt, each at most 64 KiB
 _ROWS_MAX: Final = 5000  # of a table in one call
 
