@@ -97,6 +97,11 @@ class MemoryService:
             len(os.listdir(root / "task")),
         )
 
+    def footprint_at_rest(self) -> tuple[int, int, int]:
+        """When no connection is left: each has a thread."""
+        wait_until(lambda: self.footprint()[2] == 1, 10, "all connections ended")
+        return self.footprint()
+
 
 @contextmanager
 def memory_service(

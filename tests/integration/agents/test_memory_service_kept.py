@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lull.agents.processes import identity, send_signal, wait_exited
 from lull.agents.protocol.loans import LoanStep
 from lull.agents.protocol.wire import EngineState, StopAttempt
@@ -79,6 +81,7 @@ async def test_weights_in_the_service_are_lent_and_outlive_an_engine_that_is_kil
         assert await wait_exited(service, 30)
 
 
+@pytest.mark.long
 async def test_a_service_that_dies_is_started_again_and_gets_the_weights_from_the_engine(tmp_path: Path) -> None:
     async with agent_node(tmp_path, EngineUnderTest(extra=[MEMORY_SERVICE_FLAGS]), capacities=[8 * MIB]) as node:
         before = await node.ask()

@@ -1,0 +1,154 @@
+"""Starting and stopping: one clear line for whatever keeps it from serving, and a clean end."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import typer
+
+from lull.cli.memory_service import memory_service as command
+from lull.vmm.host_device import HostDevice
+from lull.vmm.host_driver import HostDriver
+from lull.vmm.service.command import ServiceSettings, run_service
+from lull.vmm.service.pool import Piece, ServicePool
+from tests.memory_services import MIB, host_service
+
+
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], socket_path: Path, device: str | None = None) -> str:
+    """What a start that fails says; in this process, since it does not get far."""
+    HostDevice.create(tmp_path / "device", capacity_bytes=16 * MIB)
+    assert run_service(ServiceSettings(device=device or str(tmp_path / "device"), socket=socket_path)) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("lull memory-service: ")
+    return lines[0]
+
+
+def open_folder(path: Path) -> Path:
+    folder = path / "open"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    return folder / "m.sock"
+
+
+def folder_that_is_a_file(path: Path) -> Path:
+    (path / "file").write_text("")
+    return path / "file" / "m.sock"
+
+
+def place_that_is_taken(path: Path) -> Path:
+    (path / "own").mkdir(mode=0o700)
+    (path / "own" / "m.sock").write_text("not a socket")
+    return path / "own" / "m.sock"
+
+
+@pytest.mark.parametrize(
+    ("place", "match"),
+    [
+        (lambda path: path / ("x" * 120) / "m.sock", "longer than the 107 bytes of a Unix socket's path; use another"),
+        (open_folder, "its folder is open to others; chmod 700"),
+        (folder_that_is_a_file, "Not a directory|File exists"),
+        (place_that_is_taken, "Address already in use"),
+    ],
+)
+def test_what_is_wrong_with_the_socket_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: Callable[[Path], Path], match: str
+) -> None:
+    said = refused(tmp_path, capsys, place(tmp_path))
+    assert any(part in said for part in match.split("|")), said
+
+
+@pytest.mark.parametrize(
+    ("device", "match"),
+    [("/nowhere", "is not a host device"), ("GPU-00000000-0000-0000-0000-000000000000", "GPU-0000")],
+)
+def test_what_is_wrong_with_the_device_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str, match: str, new_fake_cuda: Callable[[], object]
+) -> None:
+    new_fake_cuda()
+    assert match in refused(tmp_path, capsys, tmp_path / "s" / "m.sock", device)
+
+
+def test_a_socket_in_use_is_left_alone_and_a_stale_one_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with host_service(tmp_path, capacity_bytes=16 * MIB) as (service, device):
+        said = refused(tmp_path, capsys, service.socket)
+        assert "another memory service runs there; stop it or use another socket" in said
+        assert service.state()["pid"] == service.pid
+        service.kill()
+        assert service.socket.is_socket()
+        service.start()  # in the place of the one that was killed
+        pool = ServicePool(HostDriver(device), service.socket, "w")
+        pool.build({"x": Piece(MIB)})
+        pool.commit()
+
+        assert service.stop() == 0
+        assert not service.socket.exists()
+        assert not (service.state_dir / "memory-service.pid").exists()
+        assert "Traceback" not in service.log()
+        pool.close()
+        assert device.free_bytes() == device.capacity_bytes
+
+
+def test_a_socket_of_somebody_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(folder / "m.sock"))
+        listener.listen()
+        assert "another process listens there" in refused(tmp_path, capsys, folder / "m.sock")
+
+
+def test_it_serves_without_a_mapping_until_a_backup_is_wanted(tmp_path: Path) -> None:
+    with host_service(tmp_path, capacity_bytes=16 * MIB) as (service, device):
+        pool = ServicePool(HostDriver(device), service.socket, "w")
+        pool.build({"x": Piece(4 * MIB)})
+        pool.commit()
+        assert service.footprint()[1] == 0
+        pool.release(["model_weights"])
+        pool.resume(["model_weights"])
+        assert service.footprint()[1] == 0, "mapped for the time of the copies only"
+        pool.close()
+
+
+def test_the_command_line_starts_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ServiceSettings] = []
+
+    def note(settings: ServiceSettings) -> int:
+        asked.append(settings)
+        return 0
+
+    monkeypatch.setattr("lull.cli.memory_service.run_service", note)
+    app = typer.Typer()
+    app.command()(command)
+    argv = ["--device", "d", "--socket", "s", "--state-dir", "t", "--allow-uid", "7", "--oom-wait-seconds-max", "3"]
+    with pytest.raises(SystemExit) as ended:
+        typer.main.get_command(app)(argv)
+    assert ended.value.code == 0
+    (settings,) = asked
+    assert (settings.device, settings.socket, settings.state_dir) == ("d", Path("s"), Path("t"))
+    assert (tuple(settings.allowed_uids), settings.limits.oom_wait_seconds_max) == ((7,), 3.0)
+
+
+def modules_after(code: Sequence[str]) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-c", "; ".join(code)], capture_output=True, text=True, check=True, timeout=60
+    )
+    return ran.stdout
+
+
+def test_the_service_needs_the_standard_library_alone() -> None:
+    said = modules_after(
+        [
+            "import sys, lull.vmm.service.command, lull.vmm.service.pool, lull.vmm.service.scratch",
+            "others = 'torch', 'cuda', 'typer', 'pydantic', 'asyncio', 'numpy'",
+            "print([name for name in others if name in sys.modules])",
+        ]
+    )
+    assert said == "[]\n"

@@ -1,0 +1,215 @@
+"""Whatever a client sends, it ends its own connection at most: nobody else's, and never the service."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lull.vmm.host_device import HostDevice
+from lull.vmm.host_driver import HostDriver
+from lull.vmm.service import protocol
+from lull.vmm.service.client import ServiceClient
+from lull.vmm.service.errors import MalformedFrame, ServiceRefused, ServiceUnavailable
+from lull.vmm.service.holdings import Holdings, Limits
+from tests.integration.memory_service.conftest import World
+from tests.memory_clients import TAG
+from tests.memory_services import MIB
+from tests.service_here import service_here
+from tests.waiting import wait_until
+
+OPS = [
+    *("state", "events", "hello", "resume", "allocate", "donate", "free", "put", "delete"),
+    *("commit", "slots", "entries", "export", "prepare_park", "abort_park", "commit_park", "confirm"),
+]
+HELLO = {"op": "hello", "version": 1, "pool": "w", "lock": "read_write", "wait_seconds": 0, "oom_wait_seconds": 0}
+FIELDS = st.sampled_from(
+    [
+        *("version", "pool", "lock", "wait_seconds", "oom_wait_seconds", "expect_layout", "bytes", "tag", "slot"),
+        *("key", "offset", "value", "after", "mode", "keep_backup", "reserved_bytes", "more"),
+    ]
+)
+VALUES = st.one_of(
+    st.integers(-2, 5),
+    st.sampled_from([1 << 62, -(1 << 70), 1e300, "w", "x" * 200, "read_only", "parked", "CPU", None, [], {}, True]),
+    st.text(max_size=5),
+)
+
+
+def exchange(world: World, *frames: bytes, fds: tuple[int, ...] = ()) -> list[protocol.Message]:
+    """Sends them on one connection, and what came back until it was closed or all were answered."""
+    answers: list[protocol.Message] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(10)
+        connection.connect(str(world.service.socket))
+        for frame in frames:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendmsg([frame], rights)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            while received := protocol.receive(connection, first_byte_seconds_max=10):
+                answers.append(received[0])
+                protocol.close_quietly(received[1])
+    return answers
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.binary(min_size=1, max_size=80))
+def test_bytes_that_are_no_frames_end_one_connection(module_world: World, data: bytes) -> None:
+    exchange(module_world, data)
+    assert module_world.service.state()["ok"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.sampled_from([*OPS, "", "nonsense"]), st.dictionaries(FIELDS, VALUES, max_size=5)), max_size=4
+    ),
+    begins=st.booleans(),
+    with_fd=st.booleans(),
+)
+def test_requests_that_make_no_sense_end_one_connection(
+    module_world: World, requests: list[tuple[str, dict[str, object]]], begins: bool, with_fd: bool
+) -> None:
+    messages: list[dict[str, object]] = [HELLO] if begins else []
+    messages += [{**fields, "op": op} for op, fields in requests]
+    frames = [protocol.pack(message) for message in messages]
+    fds = (module_world.clients.process.stdin.fileno(),) if with_fd else ()  # type: ignore[union-attr]
+    answers = exchange(module_world, *frames, fds=fds)
+    assert len(answers) <= len(frames)
+    assert module_world.service.state()["ok"]
+
+
+def test_nothing_of_all_that_is_left(world: World) -> None:
+    """Runs after the two above: what they sent has left no descriptor, mapping, thread or pool."""
+    wait_until(lambda: world.service.footprint()[2] == 1, 20, "their connections ended")
+    world.clear()
+    before = world.service.footprint_at_rest()
+    holder = world.clients.hold("w")
+    exchange(world, b"\xff" * 40)
+    exchange(world, protocol.pack(HELLO)[:-1])
+    exchange(world, protocol.pack({"op": "nonsense"}), fds=(0, 1, 2))
+    exchange(world, protocol.pack(HELLO), protocol.pack({"op": "donate", "bytes": 1}), fds=(0,))
+    assert world.service.pool()["reader_pids"] == [holder], "whoever has a lock keeps it"
+    world.clients.kill(holder)
+    wait_until(lambda: world.service.pool()["reader_pids"] == [], 10, "the holder gone")
+    world.clear()
+    assert world.service.footprint_at_rest() == before
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        ({"op": "nonsense"}, "knows no such request"),
+        ({"op": ["hello"]}, "knows no such request"),
+        ({}, "knows no such request"),
+        ({"op": "commit"}, "comes before hello"),
+        ({**HELLO, "more": 1}, "unknown field 'more'"),
+        ({**HELLO, "pool": "../w"}, "pool is"),
+        ({**HELLO, "lock": "read"}, "lock is"),
+        ({**HELLO, "wait_seconds": -1}, "wait_seconds is"),
+        ({**HELLO, "lock": "parked"}, "expect_layout is missing"),
+        ({"op": "events", "after": "0"}, "after is"),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_said(world: World, message: dict[str, object], match: str) -> None:
+    (answer,) = exchange(world, protocol.pack(message))
+    assert answer["ok"] is False
+    assert answer["error"]["code"] == "malformed"
+    assert match in answer["error"]["text"]
+
+
+def test_hello_comes_once(world: World) -> None:
+    first, second = exchange(world, protocol.pack(HELLO), protocol.pack(HELLO))
+    assert first["granted"] == "read_write"
+    assert second["error"]["text"] == "hello comes twice"
+
+
+def test_another_version_is_refused_with_what_to_do(world: World) -> None:
+    (answer,) = exchange(world, protocol.pack({**HELLO, "version": 2}))
+    assert answer["error"]["code"] == "refused"
+    assert "this service speaks 1" in answer["error"]["text"]
+
+
+def test_a_descriptor_where_none_belongs_and_none_where_one_belongs(world: World) -> None:
+    (answer,) = exchange(world, protocol.pack(HELLO), fds=(0,))
+    assert answer["error"]["text"] == "hello takes no descriptor"
+    donate = {"op": "donate", "bytes": 1, "tag": TAG, "key": "k", "reserved_bytes": 1}
+    _, answer = exchange(world, protocol.pack(HELLO), protocol.pack(donate))
+    assert answer["error"]["text"] == "donate comes without a descriptor"
+
+
+def test_a_donated_descriptor_must_be_memory_of_the_device(world: World) -> None:
+    client = world.service.client()
+    client.ask(**HELLO)  # type: ignore[arg-type]
+    with pytest.raises(Exception, match="is not memory of device"):
+        client.call("donate", fd=0, bytes=1, tag=TAG, key="k", reserved_bytes=2 * MIB)
+    driver = HostDriver(world.device)
+    handle = driver.create(2 * MIB)
+    fd = driver.export_handle(handle)
+    with pytest.raises(Exception, match="not within"):
+        client.call("donate", fd=fd, bytes=3 * MIB, tag=TAG, key=handle.key, reserved_bytes=2 * MIB)
+    os.close(fd)
+    driver.release(handle)
+    client.close()
+
+
+def test_socket_and_folder_are_private(world: World) -> None:
+    assert stat.S_IMODE(world.service.socket.stat().st_mode) == 0o600
+    assert stat.S_IMODE(world.service.socket.parent.stat().st_mode) == 0o700
+
+
+def test_clients_pools_and_silence_are_bounded(tmp_path: Path) -> None:
+    device = HostDevice.create(tmp_path / "device", capacity_bytes=16 * MIB)
+    limits = Limits(clients_max=3, pools_max=1, silent_seconds_max=0.2)
+    with service_here(Holdings(HostDriver(device), limits), tmp_path / "s" / "m.sock") as connect:
+        first = connect()
+        first.ask(**{**HELLO, "pool": "a"})  # type: ignore[arg-type]
+        second = connect()
+        with pytest.raises(ServiceRefused, match="1 pools already"):
+            second.ask(**{**HELLO, "pool": "b"})  # type: ignore[arg-type]
+        second.ask("state")
+        wait_until(lambda: not second.connected, 5, "who says nothing and holds nothing is dropped")
+        third, fourth = connect(), connect()
+        third.ask("state")
+        fourth.ask("state")
+        with pytest.raises((ServiceRefused, ServiceUnavailable)):
+            connect().ask("state")
+        assert first.connected, "a lock may be silent for ever"
+
+
+def test_other_users_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = HostDevice.create(tmp_path / "device", capacity_bytes=16 * MIB)
+    holdings = Holdings(HostDriver(device))
+    us = os.geteuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: us + 1)  # the service is somebody else's
+        refused = pytest.raises((ServiceRefused, ServiceUnavailable), match=f"user {us} may not|hung up|pipe|reset")
+        with service_here(holdings, tmp_path / "a" / "m.sock") as connect, refused:
+            connect().ask("state")
+        with service_here(holdings, tmp_path / "b" / "m.sock", allowed_uids=[us]) as connect:
+            assert connect().ask("state")["ok"]
+
+
+def test_a_client_that_does_not_understand_the_answer_says_so(tmp_path: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(tmp_path / "s"))
+    listener.listen()
+    client = ServiceClient(tmp_path / "s")
+    connection, _ = listener.accept()
+    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    with pytest.raises(ServiceUnavailable) as caught:
+        client.ask("state")
+    assert isinstance(caught.value.__cause__, MalformedFrame)
+    assert not client.connected
+    connection.close()
+    listener.close()

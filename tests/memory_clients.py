@@ -1,0 +1,171 @@
+"""Clients of a memory service that die where the test says: forked from one interpreter, so that each costs little."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+SECONDS_MAX = 60
+TAG = "model_weights"
+A_BYTES, B_BYTES = 3 << 20, 1 << 20
+DEVICE_BYTES = 6 << 20  # of the two on a device with granules of 2 MiB
+
+PROGRAM = f"""
+import ctypes, os, signal, sys
+from pathlib import Path
+from lull.vmm.service import client as clients, protocol
+from lull.vmm.service.pool import Piece, ServicePool
+
+TAG, A_BYTES, B_BYTES = {TAG!r}, {A_BYTES}, {B_BYTES}
+device, socket = sys.argv[1], Path(sys.argv[2])
+calls, kill_at, moment = 0, 0, ""
+whole_call, whole_receive = clients.ServiceClient.call, protocol.receive
+
+def call(self, op, **fields):
+    global calls
+    calls += 1
+    answer = whole_call(self, op, **fields)
+    if calls == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)  # answered, and nothing was made of it
+    return answer
+
+def receive(*given, **fields):
+    if calls == kill_at and moment == "sent":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole_receive(*given, **fields)
+
+clients.ServiceClient.call, protocol.receive = call, receive
+
+def new_driver():
+    if device.startswith("GPU-"):
+        from lull.vmm.cuda_driver import CudaDriver
+        return CudaDriver(device)
+    from lull.vmm import HostDevice, HostDriver
+    return HostDriver(HostDevice.open(Path(device)))
+
+def attach(name):
+    pool = ServicePool(new_driver(), socket, name, wait_seconds=20)
+    if pool.writer:
+        regions = pool.build({{"a": Piece(A_BYTES, [1]), "b": Piece(B_BYTES, [2])}}, slab_bytes=2 << 20)
+        ctypes.memset(regions["a"].address, 0x5A, A_BYTES)
+        ctypes.memset(regions["b"].address, 0xA5, B_BYTES)
+        pool.commit()
+    return pool
+
+def check(pool):
+    regions = pool.regions()
+    assert ctypes.string_at(regions["a"].address, A_BYTES) == b"\\x5a" * A_BYTES
+    assert ctypes.string_at(regions["b"].address, B_BYTES) == b"\\xa5" * B_BYTES
+    assert (regions["a"].value, regions["b"].value) == ([1], [2])
+
+def life(name):
+    pool = attach(name)
+    check(pool)
+    pool.release([TAG])
+    pool.resume([TAG])
+    check(pool)
+    pool.close()
+
+def hold(name, *acts):
+    pool = attach(name)
+    for act in acts:
+        getattr(pool, act)([TAG])
+    print("holds", os.getpid(), flush=True)
+    signal.pause()
+
+def write_to_it(name):
+    pool = attach(name)
+    print("writes", flush=True)
+    ctypes.memset(pool.regions()["a"].address, 1, 1)
+
+for line in sys.stdin:
+    verb, name, *rest = line.split()
+    pid = os.fork()
+    if pid == 0:
+        os.close(0)
+        if verb == "life":
+            kill_at, moment = int(rest[0]), rest[1]
+            life(name)
+        elif verb == "hold":
+            hold(name, *rest)
+        else:
+            write_to_it(name)
+        os._exit(0)
+    if verb == "hold":
+        continue
+    _, status = os.waitpid(pid, 0)
+    print("status", os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+@dataclass
+class Clients:
+    """What the test tells the interpreter to fork, and what the children say."""
+
+    process: subprocess.Popen[bytes]
+    held: list[int]
+    _pending: bytes = b""
+
+    def life(self, name: str = "w", *, kill_at: int = 0, moment: str = "answered") -> int:
+        """A whole life with that pool, or one that ends at its ``kill_at``-th call: its exit code."""
+        self._say(f"life {name} {kill_at} {moment}")
+        return int(self._heard().split()[1])
+
+    def hold(self, name: str = "w", *acts: str) -> int:
+        """Attaches, does ``acts``, and stays: its pid."""
+        self._say(f"hold {name} {' '.join(acts)}")
+        pid = int(self._heard().split()[1])
+        self.held.append(pid)
+        return pid
+
+    def write_to(self, name: str = "w") -> int:
+        """Writes to what it has read-only: its exit code."""
+        self._say(f"write {name}")
+        assert self._heard() == "writes"
+        return int(self._heard().split()[1])
+
+    def kill(self, pid: int) -> None:
+        self.held.remove(pid)
+        os.kill(pid, signal.SIGKILL)
+
+    def _say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n".encode())
+        self.process.stdin.flush()
+
+    def _heard(self) -> str:
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + SECONDS_MAX
+        while b"\n" not in self._pending:
+            readable, _, _ = select.select([self.process.stdout], [], [], max(0, deadline - time.monotonic()))
+            assert readable, f"the clients said nothing for {SECONDS_MAX} s"
+            piece = os.read(self.process.stdout.fileno(), 65536)
+            assert piece, "the clients' interpreter has ended"
+            self._pending += piece
+        line, _, self._pending = self._pending.partition(b"\n")
+        return line.decode()
+
+
+@contextmanager
+def memory_clients(device: str, socket: Path, environment: Mapping[str, str] | None = None) -> Iterator[Clients]:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, device, str(socket)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **(environment or {})},
+    ) as process:
+        clients = Clients(process, [])
+        try:
+            yield clients
+        finally:
+            for pid in list(clients.held):
+                clients.kill(pid)
+            process.kill()
