@@ -23,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS_MAX = 450.0  # of everything, so that the table comes before anybody's limit of 8 minutes
+TEST_SECONDS_MAX = 90
 # Each in a process of its own: an error that is sticky ends there.
 GROUPS = {
     "driver": ("tests/contract/vmm", 200.0),
@@ -92,10 +93,12 @@ def run_group(name: str, seconds_max: float, folder: Path, selected: str | None)
     if name == "torch" and (reason := build_torch_part()) is not None:
         return [Row(name, path, "failed", reason=reason)]
     report = folder / f"{name}.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-c", str(ROOT / "tests" / "gpu" / "bare.ini")]
+    command = [sys.executable, "-m", "pytest", "-v", "-c", str(ROOT / "tests" / "gpu" / "bare.ini")]
     # Above the contract's folder lie fixtures of databases, which a bare machine cannot import.
     command += [f"--confcutdir={ROOT / 'tests' / 'contract' / 'vmm'}", f"--junitxml={report}", str(ROOT / path)]
     command += ["-k", selected] if selected else []
+    if importlib.util.find_spec("pytest_timeout") is not None:
+        command += [f"--timeout={TEST_SECONDS_MAX}"]
     begin = time.monotonic()
     try:
         subprocess.run(command, env=environment(), cwd=ROOT, timeout=seconds_max, check=False)
@@ -125,8 +128,9 @@ def print_table(rows: list[Row]) -> None:
     width = max(len(row.case) for row in rows)
     print(f"\n{'group':<8}{'case':<{width + 2}}{'outcome':<9}{'s':>6}")
     for row in rows:
-        figures = "; ".join(f"{name}: {value}" for name, value in row.figures.items())
-        note = figures or row.reason.splitlines()[0][:120] if figures or row.reason else ""
+        note = "; ".join(f"{name}: {value}" for name, value in row.figures.items())
+        if row.outcome != "passed" and row.reason:
+            note = row.reason.splitlines()[0][:160]
         print(f"{row.group:<8}{row.case:<{width + 2}}{row.outcome:<9}{row.seconds:>6.1f}  {note}".rstrip())
     outcomes = ("passed", "failed", "skipped", "not run")
     counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in outcomes}
