@@ -1,0 +1,209 @@
+"""A stand-in of SGLang 0.5.23: its control routes, its states, and its habit of dying on a call in the wrong state.
+
+The replies are in ``replies/sglang.json`` with their sources. A release twice, a release with a request in flight, a
+resume of what is not released, a resume without room and a token generated on released memory end the whole process,
+as the scheduler's exception ends the server (sgl-project/sglang#24123, #14092).
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from pathlib import Path
+
+from lull.vmm.errors import OutOfDeviceMemory
+from lull.vmm.tags import RestoreMode
+from tests.engines.plain_server import MIB, Memory, Replies, Reply, Request, StandIn, options_of, serve
+
+TAGS = ("kv_cache", "weights", "cuda_graph")
+ADMIN_ROUTES = frozenset(
+    {
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/pause_generation",
+        "/continue_generation",
+        "/update_weights_from_disk",
+        "/flush_cache",
+    }
+)
+
+
+class SglangServer(StandIn):
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        self.replies = Replies("sglang")
+        self.released: set[str] = set()
+        self.running = threading.Event()  # cleared while generation is paused
+        self.running.set()
+        both = {
+            "/release_memory_occupation": self.release,
+            "/resume_memory_occupation": self.resume,
+            "/flush_cache": self.flush,
+        }
+        for method in ("GET", "POST"):
+            for path, handler in both.items():
+                self.routes[method, path] = handler
+        self.routes["GET", "/health"] = self.health
+        self.routes["GET", "/ready"] = lambda request: self.replies["ready" if self.running.is_set() else "not_ready"]
+        self.routes["GET", "/server_info"] = self.server_info
+        self.routes["POST", "/pause_generation"] = self.pause
+        self.routes["POST", "/continue_generation"] = self.proceed
+        self.routes["POST", "/update_weights_from_disk"] = self.update_weights
+
+    def make_memory(self) -> Memory:
+        options = self.options
+        keeps = RestoreMode.CPU if options.enable_weights_cpu_backup else RestoreMode.NONE
+        memory = Memory(
+            Path(options.device),
+            {"weights": options.weights_mib * MIB, "kv_cache": options.kv_mib * MIB, "cuda_graph": MIB},
+            {"weights": keeps, "kv_cache": RestoreMode.NONE, "cuda_graph": RestoreMode.CPU},
+            options.model_path,
+        )
+        memory.load()
+        return memory
+
+    def guard(self, request: Request) -> Reply | None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.options.admin_api_key and request.path in ADMIN_ROUTES:
+            return None if given == self.options.admin_api_key else self.replies["unauthorized"]
+        wanted = self.options.api_key
+        if wanted and request.path != "/health" and given != wanted:
+            return self.replies["unauthorized"]
+        return None
+
+    # ---- control ----------------------------------------------------------------------------------------------
+
+    def pause(self, request: Request) -> Reply:
+        mode = request.json().get("mode", "abort")
+        if mode not in ("abort", "retract", "in_place"):
+            return self.replies["body_missing"]
+        self.running.clear()
+        return self.replies["paused"]
+
+    def proceed(self, request: Request) -> Reply:
+        if self.has_fault("continue_refused"):
+            return Reply.of_json(500, {"error": {"message": "Internal Server Error"}})
+        self.running.set()
+        return self.replies["continued"]
+
+    def flush(self, request: Request) -> Reply:
+        with self.lock:
+            busy = self.in_flight > 0 or self.has_fault("never_idle")
+        return self.replies["not_flushed" if busy else "flushed"]
+
+    def release(self, request: Request) -> Reply:
+        if not request.body:
+            return self.replies["body_missing"]
+        tags = request.json().get("tags") or [tag for tag in TAGS if tag != "cuda_graph" or self.options.graphs]
+        if not self.options.enable_memory_saver or self.has_fault("frees_nothing"):
+            return self.replies["released"]
+        known = [tag for tag in tags if tag in TAGS and (tag != "cuda_graph" or self.options.graphs)]
+        with self.lock:
+            if self.in_flight:
+                return self.die("AssertionError: release_memory_occupation with an ongoing request")
+            if set(known) & self.released:
+                return self.die("torch_memory_saver: cannot pause allocation that is not active")
+            self.released |= set(known)
+        if self.has_fault("release_hangs"):
+            self.hanging.wait()
+        if self.has_fault("release_hangs_after"):
+            self.memory.pool.release(known)
+            self.hanging.wait()
+        if self.has_fault("dies_on_release"):
+            return self.die("scheduler died")
+        if self.has_fault("late_free"):
+            threading.Timer(0.4, self.memory.pool.release, (known,)).start()
+        elif self.has_fault("half_free"):
+            self.memory.pool.release([tag for tag in known if tag == "kv_cache"])
+        else:
+            self.memory.pool.release(known)
+        return self.replies["released"]
+
+    def resume(self, request: Request) -> Reply:
+        if not request.body:
+            return self.replies["body_missing"]
+        if not self.options.enable_memory_saver or self.has_fault("frees_nothing"):
+            return self.replies["released"]
+        tags = request.json().get("tags") or list(TAGS)
+        known = [tag for tag in tags if tag in TAGS and (tag != "cuda_graph" or self.options.graphs)]
+        with self.lock:
+            if not set(known) <= self.released:
+                return self.die("KeyError: resume of what is not released")
+            try:
+                self.memory.pool.resume(known)
+            except OutOfDeviceMemory:
+                return self.die("torch_memory_saver: CUresult error result=2")
+            self.released -= set(known)
+        if self.has_fault("resume_hangs"):
+            self.hanging.wait()
+        return self.replies["released"]
+
+    def update_weights(self, request: Request) -> Reply:
+        if "weights" in self.released:
+            return self.die("CUDA error: an illegal memory access was encountered")
+        if request.json().get("model_path") != self.options.model_path or self.has_fault("reload_fails"):
+            return self.replies["weights_not_updated"]
+        if not self.has_fault("reload_lies"):
+            self.memory.fill()
+        return self.replies["weights_updated"]
+
+    # ---- the rest ---------------------------------------------------------------------------------------------
+
+    def server_info(self, request: Request) -> Reply:
+        options = self.options
+        return Reply.of_json(
+            200,
+            {
+                "model_path": options.model_path,
+                "served_model_name": options.model,
+                "enable_memory_saver": options.enable_memory_saver,
+                "enable_weights_cpu_backup": options.enable_weights_cpu_backup,
+                "speculative_algorithm": None,
+                "enable_draft_weights_cpu_backup": False,
+                "version": options.version,
+                "internal_states": [{"last_gen_throughput": 0.0}],
+            },
+        )
+
+    def health(self, request: Request) -> Reply:
+        """Generates a token by default (SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION)."""
+        if self.released and self.running.is_set():
+            return self.die("CUDA error: an illegal memory access was encountered")
+        if not self.running.wait(self.options.health_seconds):
+            return self.replies["health_late"]
+        return Reply.of_json(200, {})
+
+    def complete(self, request: Request) -> Reply:
+        self.running.wait(60)  # the tokenizer's gate
+        if self.released:
+            return self.die("CUDA error: an illegal memory access was encountered")
+        if self.has_fault("answer_hangs"):
+            self.hanging.wait()
+        return super().complete(request)
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--version", default="0.5.23")
+    parser.add_argument("--model-path", default="org/small")
+    parser.add_argument("--enable-memory-saver", action="store_true")
+    parser.add_argument("--enable-weights-cpu-backup", action="store_true")
+    parser.add_argument("--graphs", action="store_true", help="as SGLANG_MEMORY_SAVER_CUDA_GRAPH=1")
+    parser.add_argument("--admin-api-key", default="")
+    parser.add_argument("--api-key", default="")
+    parser.add_argument("--health-seconds", type=float, default=20.0)
+    parser.add_argument("--start-seconds", type=float, default=0.0)
+
+
+def main() -> None:
+    options = options_of(_flags)
+    time.sleep(options.start_seconds)
+    try:
+        stand_in = SglangServer(options)
+    except OutOfDeviceMemory as error:
+        raise SystemExit(f"out of device memory: {error}") from error
+    serve(stand_in, options.port)
+
+
+if __name__ == "__main__":
+    main()
