@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import json
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -28,6 +27,7 @@ import psutil
 
 from ..api.auth import TokenFileError, read_token
 from ..api.client import Client, ClientError
+from .agent_file import EngineEntry, write_agent_toml
 from .proc_facts import device_memory
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class Box:
 
     def start(self) -> None:
         """Start everything; returns at once."""
-        write_agent_toml(self)
+        _write_agent_toml(self)
         log = (self.directory / "up.log").open("ab")
         with log:
             self.up = subprocess.Popen(
@@ -231,55 +231,30 @@ def device_uuids(box: Box) -> dict[str, str]:
     return found
 
 
-def write_agent_toml(box: Box) -> None:
-    """The agent's settings; JSON strings and arrays are TOML ones too."""
-    lines = [
-        f"server_url = {json.dumps(box.server_url)}",
-        f"token_file = {json.dumps(str(box.token_file))}",
-        f"data_dir = {json.dumps(str(box.directory / 'agent'))}",
-        f"node_name = {json.dumps('this-machine')}",
-        "[gateway]",
-        f'listen = "127.0.0.1:{box.gateway_port}"',
+def _write_agent_toml(box: Box) -> None:
+    settings = {
+        "server_url": box.server_url,
+        "token_file": box.token_file,
+        "data_dir": box.directory / "agent",
+        "node_name": "this-machine",
+        "gateway": {"listen": f"127.0.0.1:{box.gateway_port}"},
+    }
+    policy = {"when": "always", "gate": "hold", "restore_modes": {"model_weights": "CPU", "kv_cache": "NONE"}}
+    entries = [
+        EngineEntry(
+            name=engine.name,
+            port=box.engine_ports[engine.name],
+            directory=box.directory,
+            lull=LULL,
+            weights_bytes=engine.weights_bytes,
+            kv_cache_bytes=engine.kv_cache_bytes,
+            capacity_bytes=engine.capacity_bytes,
+            policy=policy,
+            flags=("--threads", "1", *engine.flags),
+        )
+        for engine in box.engines
     ]
-    for engine in box.engines:
-        lines += [
-            "[[devices]]",
-            'kind = "host"',
-            f"path = {json.dumps(str(box.device_path(engine.name)))}",
-            f"capacity_bytes = {engine.capacity_bytes}",
-        ]
-    for index, engine in enumerate(box.engines):
-        lines += _engine_lines(box, index, engine)
-    (box.directory / "agent.toml").write_text("\n".join(lines) + "\n")
-
-
-def _engine_lines(box: Box, index: int, engine: EnginePlan) -> list[str]:
-    key_file = box.directory / f"{engine.name}.key"
-    with os.fdopen(os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_hex(32) + "\n")
-    command = [
-        *LULL,
-        *("engine", "serve", "--name", engine.name, "--port", str(box.engine_ports[engine.name])),
-        *("--device", str(box.device_path(engine.name))),
-        *("--weights", str(engine.weights_bytes), "--kv-cache", str(engine.kv_cache_bytes)),
-        *("--control-key-file", str(key_file), "--witness", str(box.witness_path(engine.name)), "--threads", "1"),
-        *engine.flags,
-        "{restore_mode_flags}",
-    ]
-    return [
-        "[[engines]]",
-        f"name = {json.dumps(engine.name)}",
-        'kind = "trtllm"',
-        f"models = {json.dumps([engine.name])}",
-        f"url = {json.dumps(box.engine_url(engine.name))}",
-        f"device_indexes = [{index}]",
-        f"control_key_file = {json.dumps(str(key_file))}",
-        f"command = {json.dumps(command)}",
-        "[engines.policy]",
-        'when = "always"',
-        'gate = "hold"',
-        'restore_modes = {model_weights = "CPU", kv_cache = "NONE"}',
-    ]
+    write_agent_toml(box.directory / "agent.toml", settings, entries)
 
 
 def free_ports(count: int) -> list[int]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import secrets
 import signal
 import subprocess
 import sys
@@ -20,20 +19,12 @@ from lull.agents.processes import find_by_environ, identity, is_same, send_signa
 from lull.agents.protocol.wire import ProcessIdentity
 from lull.api import Client
 from lull.api.client import ClientError
+from lull.bench.agent_file import EngineEntry, write_agent_toml
 from tests.agent_node import free_port
 from tests.waiting import wait_until
 
 MIB = 1 << 20
 LULL = str(Path(sys.executable).with_name("lull"))
-
-
-def toml(value: Any) -> str:
-    """A value as TOML spells it; JSON does for strings, numbers and lists."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(toml(one) for one in value) + "]"
-    return json.dumps(value)
 
 
 class Box:
@@ -49,53 +40,40 @@ class Box:
         self.server_port = free_port()
         self.gateway_port = free_port()
         self.config = root / "agent.toml"
-        self.config.write_text(self._agent_toml())
+        self._write_agent_toml()
         self.server_process: subprocess.Popen[bytes] | None = None
         self.agent_process: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
         self._logs = itertools.count()
 
-    def _agent_toml(self) -> str:
-        lines = [
-            f'server_url = "http://127.0.0.1:{self.server_port}"',
-            f"token_file = {toml(str(self.root / 'server' / 'token'))}",
-            f"data_dir = {toml(str(self.root / 'agent'))}",
-            'node_name = "box"',
-            "settle_poll_seconds = 0.05",
-            "engine_poll_seconds = 0.5",
-            "host_reserve_bytes = 0",
-            "unkillable_seconds_max = 3",
-            "[gateway]",
-            f'listen = "127.0.0.1:{self.gateway_port}"',
-        ]
-        for index, (name, wants) in enumerate(self.engines.items()):
-            device, key, port = self.root / f"device-{name}", self.root / f"{name}.key", free_port()
-            key.write_text(secrets.token_hex(16))
-            command = [
-                *(LULL, "engine", "serve", "--name", name, "--port", str(port), "--device", str(device)),
-                *("--weights", str(4 * MIB), "--kv-cache", str(2 * MIB)),
-                *("--control-key-file", str(key), "--witness", str(self.witness_path(name))),
-                *itertools.chain.from_iterable(("--fault", fault) for fault in wants.get("faults", [])),
-                *wants.get("flags", []),
-                "{restore_mode_flags}",
-            ]
-            policy = {"when": "always", "settle_samples": 2, "settle_seconds_max": 2, **wants.get("policy", {})}
-            lines += [
-                "[[devices]]",
-                f"path = {toml(str(device))}",
-                f"capacity_bytes = {self.capacity}",
-                "[[engines]]",
-                f"name = {toml(name)}",
-                f"models = {toml([name])}",
-                f'url = "http://127.0.0.1:{port}"',
-                f"device_indexes = [{index}]",
-                f"control_key_file = {toml(str(key))}",
-                f"command = {toml(command)}",
-                "health_seconds_max = 90",
-                "stop_seconds_max = 5",
-                f"policy = {toml(policy)}",
-            ]
-        return "\n".join(lines) + "\n"
+    def _write_agent_toml(self) -> None:
+        settings = {
+            "server_url": f"http://127.0.0.1:{self.server_port}",
+            "token_file": self.root / "server" / "token",
+            "data_dir": self.root / "agent",
+            "node_name": "box",
+            "settle_poll_seconds": 0.05,
+            "engine_poll_seconds": 0.5,
+            "host_reserve_bytes": 0,
+            "unkillable_seconds_max": 3,
+            "gateway": {"listen": f"127.0.0.1:{self.gateway_port}"},
+        }
+        write_agent_toml(self.config, settings, [self._entry(name, wants) for name, wants in self.engines.items()])
+
+    def _entry(self, name: str, wants: dict[str, Any]) -> EngineEntry:
+        faults = itertools.chain.from_iterable(("--fault", fault) for fault in wants.get("faults", []))
+        return EngineEntry(
+            name=name,
+            port=free_port(),
+            directory=self.root,
+            lull=(LULL,),
+            weights_bytes=4 * MIB,
+            kv_cache_bytes=2 * MIB,
+            capacity_bytes=self.capacity,
+            policy={"when": "always", "settle_samples": 2, "settle_seconds_max": 2, **wants.get("policy", {})},
+            flags=[*faults, *wants.get("flags", [])],
+            more={"health_seconds_max": 90, "stop_seconds_max": 5},
+        )
 
     def witness_path(self, name: str) -> Path:
         return self.root / f"{name}.witness"

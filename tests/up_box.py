@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 from lull.agents.processes import find_by_environ
 from lull.api.client import Client, ClientError
 from lull.api.schemas import Job
+from lull.bench.agent_file import write_agent_toml
 from lull.bench.box import free_ports
 from lull.cli.up_files import UpPaths, UpRecord, read_record
 from lull.cli.up_stop import UP_MARK
@@ -36,18 +36,15 @@ class UpBox:
         self.up: subprocess.Popen[bytes] | None = None
         directory.mkdir(exist_ok=True)
         self.config = directory / "agent.toml"
-        self.config.write_text(
-            "\n".join(
-                [
-                    f'server_url = "{self.url}"',
-                    f"token_file = {json.dumps(str(self.paths.token_file))}",
-                    f"data_dir = {json.dumps(str(self.paths.agent_dir))}",
-                    'node_name = "box"',
-                    f'gateway = {{listen = "127.0.0.1:{self.gateway_port}"}}',
-                    f"devices = [{{path = {json.dumps(str(directory / 'device'))}, capacity_bytes = {DEVICE_BYTES}}}]",
-                ]
-            )
-        )
+        settings = {
+            "server_url": self.url,
+            "token_file": self.paths.token_file,
+            "data_dir": self.paths.agent_dir,
+            "node_name": "box",
+            "devices": [{"path": directory / "device", "capacity_bytes": DEVICE_BYTES}],
+            "gateway": {"listen": f"127.0.0.1:{self.gateway_port}"},
+        }
+        write_agent_toml(self.config, settings)
 
     @property
     def url(self) -> str:

@@ -137,17 +137,20 @@ def test_a_gateway_s_port_in_use_is_one_clear_line_and_the_rest_runs(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("right", "wrong", "told"),
     [
-        ("devices = [", "agent.toml:7: "),
-        ("colour = 1", "colour"),
-        ("devices = [{path = '/d', capacity_bytes = 'much'}]", "capacity"),
+        ("capacity_bytes = 67108864", "capacity_bytes = ", "agent.toml:8: "),
+        ("node_name", "colour = 1\nnode_name", "agent.toml:4: colour"),
+        ("capacity_bytes = 67108864", "capacity_bytes = 'much'", "agent.toml:8: devices.0.capacity_bytes"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_before_anything_starts(tmp_path: Path, line: str, told: str) -> None:
+def test_settings_that_cannot_be_are_refused_before_anything_starts(
+    tmp_path: Path, right: str, wrong: str, told: str
+) -> None:
     box = UpBox(tmp_path / "box")
-    text = "".join(kept + "\n" for kept in box.config.read_text().splitlines() if not kept.startswith("devices"))
-    box.config.write_text(text.replace("gateway", f"{line}\ngateway") if "[" not in line else f"{text}{line}\n")
+    text = box.config.read_text()
+    assert right in text
+    box.config.write_text(text.replace(right, wrong))
     ended = box.run_process(
         "up", "--config", str(box.config), "--data-dir", str(box.directory), "--port", str(box.port)
     )
