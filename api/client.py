@@ -129,15 +129,23 @@ class Client:
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         return self._read(schemas.Job, "POST", "/jobs", json=body, headers=headers)
 
-    def jobs(self, *, state: str | None = None, limit: int | None = None, cursor: str | None = None) -> schemas.JobPage:
+    def jobs(
+        self,
+        *,
+        state: str | None = None,
+        project: str | None = None,
+        limit: int | None = None,
+        cursor: str | None = None,
+    ) -> schemas.JobPage:
         """One page, newest first; ``next_cursor`` leads to the next."""
-        return self._read(schemas.JobPage, "GET", "/jobs", params=_given(state=state, limit=limit, cursor=cursor))
+        params = _given(state=state, project=project, limit=limit, cursor=cursor)
+        return self._read(schemas.JobPage, "GET", "/jobs", params=params)
 
-    def all_jobs(self, *, state: str | None = None) -> Iterator[schemas.Job]:
+    def all_jobs(self, *, state: str | None = None, project: str | None = None) -> Iterator[schemas.Job]:
         """Every job, page after page."""
         cursor: str | None = None
         while True:
-            page = self.jobs(state=state, limit=1000, cursor=cursor)
+            page = self.jobs(state=state, project=project, limit=1000, cursor=cursor)
             yield from page.items
             if page.next_cursor is None:
                 return

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .choosing import SelectorOption, SortOption, ordered, selected
 from .context import Session, client_command
 from .output import Column, Row, described, field, part_of, text_of
 from .quantities import format_size
@@ -35,9 +36,9 @@ COLUMNS = (
 
 
 @client_command
-def list_engines(session: Session) -> None:
+def list_engines(session: Session, selector: SelectorOption = None, sort_by: SortOption = None) -> None:
     """List engines."""
-    session.out.rows(session.client.engines(), COLUMNS)
+    session.out.rows(ordered(selected(session.client.engines(), selector), sort_by), COLUMNS)
 
 
 @client_command

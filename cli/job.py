@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .choosing import SelectorOption, SortOption, ordered, selected
 from .context import Session, client_command
 from .exits import ExitCode, fail, reported
 from .job_follow import wait_to_end
@@ -68,11 +70,14 @@ COLUMNS = (
 def list_jobs(
     session: Session,
     state: Annotated[str | None, typer.Option("--state", help="Only jobs in this state.")] = None,
+    project: Annotated[str | None, typer.Option("--project", help="Only jobs of this project.")] = None,
+    selector: SelectorOption = None,
+    sort_by: SortOption = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="At most so many, newest first.")] = LIST_ROWS_DEFAULT,
 ) -> None:
     """List jobs, newest first."""
-    jobs: list[Job] = list(itertools.islice(session.client.all_jobs(state=state), limit))
-    session.out.rows(jobs, COLUMNS, name="id")
+    jobs: Iterator[Job] = selected(session.client.all_jobs(state=state, project=project), selector)
+    session.out.rows(ordered(itertools.islice(jobs, limit), sort_by), COLUMNS, name="id")
 
 
 @client_command

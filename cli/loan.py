@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .choosing import SelectorOption, SortOption, ordered, selected
 from .context import Session, client_command
 from .output import Column, Row, age, described, field, part_of, parts_of, text_of
 from .quantities import format_duration, format_size
@@ -30,10 +31,13 @@ COLUMNS = (
 def list_loans(
     session: Session,
     open_only: Annotated[bool, typer.Option("--open", help="Only loans that are not closed.")] = False,
+    selector: SelectorOption = None,
+    sort_by: SortOption = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="At most so many.")] = LIST_ROWS_DEFAULT,
 ) -> None:
     """List loans, newest first."""
-    session.out.rows(session.client.loans(open_only=open_only, limit=limit).items, COLUMNS, name="id")
+    newest = session.client.loans(open_only=open_only, limit=limit).items
+    session.out.rows(ordered(selected(newest, selector), sort_by), COLUMNS, name="id")
 
 
 LoanArgument = Annotated[str, typer.Argument(metavar="LOAN", help="Its id.")]

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .choosing import SelectorOption, SortOption, ordered, selected
 from .context import Session, client_command
 from .output import Column, Row, age, described, field, part_of, parts_of, text_of
 from .quantities import format_size
@@ -37,9 +38,9 @@ def _sum(row: Row, key: str) -> str:
 
 
 @client_command
-def list_nodes(session: Session) -> None:
+def list_nodes(session: Session, selector: SelectorOption = None, sort_by: SortOption = None) -> None:
     """List nodes."""
-    session.out.rows(session.client.nodes(), COLUMNS)
+    session.out.rows(ordered(selected(session.client.nodes(), selector), sort_by), COLUMNS)
 
 
 @client_command
