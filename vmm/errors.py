@@ -14,10 +14,12 @@ LullMemoryError
 ├── ContentsLost          a park or wake failed and could not be rolled back; says which tags lost what
 ├── AdmissionClosed       work was offered while memory is not running
 ├── DrainTimeout          work in flight did not end in time; nothing was released
+├── RankRefused           a rank could not do its part; every rank is as it was before
 └── TransitionRefused     the request does not fit the present state; nothing changed
     ├── AlreadyParked         more tags than are parked were asked for
     ├── TransitionInProgress  a park or wake is under way
     └── RuntimeFailed         memory is failed for good: replace the process
+        └── RanksFailed       the ranks of an engine are not where each other are: replace the engine
 """
 
 from __future__ import annotations
@@ -126,6 +128,10 @@ class DrainTimeout(LullMemoryError):
         self.seconds = seconds
 
 
+class RankRefused(LullMemoryError):
+    pass
+
+
 class TransitionRefused(LullMemoryError):
     pass
 
@@ -143,6 +149,10 @@ class TransitionInProgress(TransitionRefused):
 
 
 class RuntimeFailed(TransitionRefused):
+    pass
+
+
+class RanksFailed(RuntimeFailed):
     pass
 
 
