@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from ..agents.protocol.wire import OccupancyKind
 from .model import Interval
@@ -82,12 +83,18 @@ def _with(spans: list[Span], said: Span) -> list[Span]:
     return [*spans[:-1], replace(last, ended_at=said.started_at), said]
 
 
+HEARD_SECONDS: Final = 45.0  # a node that lives is heard every 10 s; no leader may be there to call it silent
+
+
 @dataclass(frozen=True, slots=True)
 class Sight:
     """How far a device's node has been seen."""
 
     last_seen_at: float
     silent: bool
+
+    def is_lost(self, now: float) -> bool:
+        return self.silent or now - self.last_seen_at > HEARD_SECONDS
 
 
 def cut(
@@ -98,7 +105,7 @@ def cut(
     answer: list[Interval] = []
     for interval in intervals:
         sight = sights.get(interval.device_id)
-        if interval.ended_at is not None or sight is None or not sight.silent:
+        if interval.ended_at is not None or sight is None or not sight.is_lost(now):
             pieces = [interval]
         else:
             seen_until = max(interval.started_at, sight.last_seen_at)

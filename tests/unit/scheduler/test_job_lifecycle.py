@@ -109,5 +109,7 @@ def test_usage_is_unknown_after_the_last_sign_of_life() -> None:
     ]
     assert cut(rows, silent, 0.0, 20.0, now=50.0)[-1].ended_at == 20.0
     assert cut(rows, {"d": Sight(25.0, silent=False)}, 0.0, 100.0, now=50.0)[-1].kind is OccupancyKind.JOB
+    unheard = cut(rows, {"d": Sight(25.0, silent=False)}, 0.0, 100.0, now=71.0)
+    assert (unheard[-1].started_at, unheard[-1].kind) == (25.0, OccupancyKind.UNKNOWN), "nobody called it silent yet"
     early = cut(rows, {"d": Sight(2.0, silent=True)}, 0.0, 40.0, now=50.0)
     assert [each.kind for each in early] == [OccupancyKind.IDLE, OccupancyKind.UNKNOWN]
