@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import subprocess
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from tests.up_box import UpBox, opened
+from tests.up_box import LULL, UpBox, opened
 from tests.waiting import wait_until
 
 MIB8 = ("--hbm", "8MiB")
@@ -211,3 +214,38 @@ def test_nodes_loans_usage_and_events_are_listed(box: UpBox) -> None:
     last = events[-2]["seq"]
     assert box.run("events", "--since", str(last), "-o", "name").stdout.split()[0] == str(events[-1]["seq"])
     assert "the loan is" in box.run("events").stdout
+
+
+@pytest.mark.long
+def test_an_agent_in_a_copied_directory_is_refused_and_takes_no_job(box: UpBox, tmp_path: Path) -> None:
+    """First by itself, since its original runs here; then, as a clone elsewhere would be, by the server."""
+    copy = tmp_path / "copy"
+    shutil.copytree(box.paths.agent_dir, copy, ignore=shutil.ignore_patterns("*.sock", "attempts"))
+    argv = ("agent", "--config", str(box.config), "--data-dir", str(copy))
+    at_home = box.run_process(*argv)
+    assert (at_home.returncode, "is a copy" in at_home.stderr) == (1, True), at_home.stderr
+    (copy / "home.json").unlink()
+    with (tmp_path / "log").open("wb") as log:
+        second = subprocess.Popen((*LULL, *argv), env=box.environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        told = wait_until(
+            lambda: [e for e in _events(box, "alert") if e["data"].get("code") == "duplicate_identity"], 30, "refused"
+        )
+        assert "another data directory" in told[0]["sentence"]
+        job = submitted(box, "true")
+        assert box.run("wait", job).returncode == 0
+        assert len(json.loads(box.run("show", job, "-o", "json").stdout)["attempts"]) == 1
+        assert second.poll() is None
+        assert not list((copy / "attempts").glob("*")), "it has run nothing"
+    finally:
+        second.terminate()
+        second.wait(30)
+    assert "duplicate_identity" in (tmp_path / "log").read_text()
+
+
+def _events(box: UpBox, type_: str) -> list[dict[str, Any]]:
+    return [
+        event
+        for line in box.run("events", "-o", "jsonl").stdout.splitlines()
+        if (event := json.loads(line))["type"] == type_
+    ]
