@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         LullMemoryError,
         OutOfDeviceMemory,
         OutOfHostMemory,
+        RankRefused,
+        RanksFailed,
         RuntimeFailed,
         TransitionInProgress,
         TransitionRefused,
@@ -40,12 +42,13 @@ if TYPE_CHECKING:
     from .lifecycle import MemoryState
     from .pool import Pool
     from .pool_like import PoolLike
+    from .ranks import RankedRuntime, RankFollower, RankSettings
     from .runtime import MemoryStatus, Runtime
     from .signing import ControlAuthError, RequestVerifier, new_headers, sign
     from .sleep_config import InvalidSleepConfig, SleepConfig
     from .statistics import TagStatistics
     from .tags import InvalidTag, RestoreMode
-    from .torch_scope import host_tensor, move_module
+    from .torch_scope import host_tensor, move_module, move_optimizer
 
 _MODULE_OF: Final = {
     "CONTROL_PATHS": "control",
@@ -81,6 +84,11 @@ _MODULE_OF: Final = {
     "Pool": "pool",
     "PoolLike": "pool_like",
     "ProcessKey": "host_device",
+    "RankFollower": "ranks",
+    "RankRefused": "errors",
+    "RankSettings": "ranks",
+    "RankedRuntime": "ranks",
+    "RanksFailed": "errors",
     "RequestVerifier": "signing",
     "RestoreMode": "tags",
     "Runtime": "runtime",
@@ -93,6 +101,7 @@ _MODULE_OF: Final = {
     "control_app": "control",
     "host_tensor": "torch_scope",
     "move_module": "torch_scope",
+    "move_optimizer": "torch_scope",
     "new_headers": "signing",
     "sign": "signing",
 }
@@ -131,6 +140,11 @@ __all__ = [
     "Pool",
     "PoolLike",
     "ProcessKey",
+    "RankFollower",
+    "RankRefused",
+    "RankSettings",
+    "RankedRuntime",
+    "RanksFailed",
     "RequestVerifier",
     "RestoreMode",
     "Runtime",
@@ -143,6 +157,7 @@ __all__ = [
     "control_app",
     "host_tensor",
     "move_module",
+    "move_optimizer",
     "new_headers",
     "sign",
 ]

@@ -12,10 +12,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 from .errors import TransitionRefused
-from .runtime import Runtime
+from .runtime import MemoryStatus
+from .shielded import in_thread
 from .signing import ControlAuthError, RequestVerifier
 from .tags import InvalidTag
 
@@ -34,6 +35,14 @@ _METHODS: Final = {RELEASE_PATH: "POST", RESUME_PATH: "POST", STATUS_PATH: "GET"
 _log = logging.getLogger(__name__)
 
 
+class Controlled(Protocol):
+    """What the routes need: a Runtime, or a RankedRuntime for an engine of several processes."""
+
+    def status(self) -> MemoryStatus: ...
+    async def release_async(self, tags: Sequence[str] | None = None) -> None: ...
+    async def resume_async(self, tags: Sequence[str] | None = None) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     status: int
@@ -49,7 +58,7 @@ class _Refused(Exception):
 
 
 def control_app(
-    runtime: Runtime,
+    runtime: Controlled,
     key: bytes | Sequence[bytes],
     *,
     now: Callable[[], float] = time.time,
@@ -74,7 +83,7 @@ def control_app(
 
 
 async def _handle(
-    runtime: Runtime,
+    runtime: Controlled,
     verifier: RequestVerifier,
     now: Callable[[], float],
     body_bytes_max: int,
@@ -93,7 +102,7 @@ async def _handle(
     except ControlAuthError as error:
         raise _Refused(401, {"detail": str(error)}) from error
     if path == STATUS_PATH:
-        return _status(runtime)
+        return await _status(runtime)
     tags = _tags(content)
     # A client that gives up does not leave the engine between two states: the operation goes on without it.
     return await _operate(runtime.release_async(tags) if path == RELEASE_PATH else runtime.resume_async(tags), path)
@@ -112,8 +121,8 @@ async def _operate(operation: Awaitable[None], path: str) -> _Answer:
     return _Answer(200, {"status": "success"})
 
 
-def _status(runtime: Runtime) -> _Answer:
-    status = runtime.status()
+async def _status(runtime: Controlled) -> _Answer:
+    status = await in_thread("status", runtime.status)  # ranks are asked, which may take its time
     return _Answer(200, {"state": status.state.value, "parked_tags": list(status.parked_tags)})
 
 

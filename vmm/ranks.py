@@ -28,6 +28,7 @@ from .tags import InvalidTag
 __all__ = ["RankFollower", "RankSettings", "RankedRuntime"]
 
 _HELLO_SECONDS_MAX: Final = 5.0
+_THREAD_SECONDS_MAX: Final = _HELLO_SECONDS_MAX + 1  # nothing that a connection's thread waits for takes longer
 _REFUSALS: Final = frozenset(kind.__name__ for kind in (AlreadyParked, TransitionInProgress, RuntimeFailed))
 _log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class RankedRuntime:
         self._settings = settings or RankSettings()
         self._condition = threading.Condition()  # guards what follows
         self._links: dict[int, Link] = {}
+        self._threads: list[threading.Thread] = []
         self._busy: str | None = None
         self._answers: dict[int, StatusAnswer] = {}
         self._query = 0
@@ -55,7 +57,8 @@ class RankedRuntime:
         self._listener = listen(path, backlog=ranks) if ranks > 1 else None
         self._leader = LeaderThread(ranks, self._settings, {0: self._worker.hear, **tell}, self._hang_up)
         if self._listener is not None:
-            threading.Thread(target=self._accept, name="lull-ranks-accept", daemon=True).start()
+            self._threads.append(threading.Thread(target=self._accept, name="lull-ranks-accept", daemon=True))
+            self._threads[0].start()
 
     @property
     def failure(self) -> str | None:
@@ -122,6 +125,8 @@ class RankedRuntime:
         self._stop_listening()
         self._leader.close()  # first, so that it takes no hanging up for a death
         self._hang_up()
+        for thread in tuple(self._threads):
+            thread.join(_THREAD_SECONDS_MAX)
         self._worker.close()
 
     # -- operations
@@ -212,10 +217,12 @@ class RankedRuntime:
                 continue
             except OSError:
                 break  # closed
+            thread = threading.Thread(target=self._listen_to, args=(rank, link), name=f"lull-rank-{rank}", daemon=True)
             with self._condition:
                 self._links[rank] = link
+                thread.start()
+                self._threads.append(thread)
                 self._condition.notify_all()
-            threading.Thread(target=self._listen_to, args=(rank, link), name=f"lull-rank-{rank}", daemon=True).start()
         self._stop_listening()
 
     def _missing_unless_closed(self) -> list[int]:
@@ -261,7 +268,8 @@ class RankedRuntime:
         except RankLinkError as error:
             _log.info("rank %d %s", rank, error)
             self._leader.lose(rank)
-            link.hang_up()
+        finally:
+            link.close()
 
     def _stop_listening(self) -> None:
         if self._listener is None:
