@@ -26,6 +26,7 @@ PURE_MODULES = (
     "scheduler/lifecycle.py",
     "agents/protocol/loans.py",
     "vmm/lifecycle.py",
+    "vmm/ranks_protocol.py",
     "bench/loan_parts.py",
     "cli/quantities.py",
     "cli/terminal.py",
