@@ -1,7 +1,7 @@
 """Park and wake of the host device beside what the machine itself takes for the same bytes, in one run.
 
-Each repetition measures the floors and the pool one after the other, and ratios are made within it: what disturbs the
-machine then disturbs both. Reported are medians over the repetitions.
+Each repetition measures floors and pool one after the other, so that what disturbs the machine disturbs both. Seconds
+are medians; targets are judged by the best of all repetitions on both sides, since a disturbance only ever adds.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Seconds of one repetition by part, the floors among them; and what was copied and granted."""
+    """One repetition: seconds by part, the floors among them; and what was copied and granted."""
 
+    mode: RestoreMode
     seconds: Mapping[str, float]
     second_park_copied_bytes: int
     huge_bytes: int
@@ -95,27 +96,23 @@ def run(
 def _samples(case: Case, repetitions: int) -> list[Sample]:
     with warm_buffer(case.nbytes, huge=case.huge) as source, warm_buffer(case.nbytes, huge=case.huge) as target:
         copy_seconds(target, source, case.nbytes, case.threads)  # the first is never like the others
-        return [_sample(case, source, target) for _ in range(repetitions)]
+        return [_sample(case, mode, source, target) for _ in range(repetitions) for mode in MODES]
 
 
-def _sample(case: Case, source: int, target: int) -> Sample:
+def _sample(case: Case, mode: RestoreMode, source: int, target: int) -> Sample:
     give_back, huge_bytes = give_back_seconds(source, case.nbytes, huge=case.huge)
-    seconds = {
+    floors = {
         "memcpy_warm": copy_seconds(target, source, case.nbytes, case.threads),
         "memcpy_fresh": fresh_copy_seconds(source, case.nbytes, case.threads, huge=case.huge),
         "memcpy_fresh_private": fresh_private_copy_seconds(source, case.nbytes, case.threads),
         "unmap_release": give_back,
     }
-    copied_bytes = 0
-    for mode in MODES:
-        parts, copied = _lull(case, mode, source)
-        seconds |= {f"{mode}.{name}": value for name, value in parts.items()}
-        copied_bytes += copied
-    return Sample(seconds, copied_bytes, huge_bytes)
+    parts, copied_bytes = _lull(case, mode, source)
+    return Sample(mode, {**floors, **parts}, copied_bytes, huge_bytes)
 
 
 def _lull(case: Case, mode: RestoreMode, source: int) -> tuple[dict[str, float], int]:
-    """A new pool: first park, wake, second park and wake of an immutable tag."""
+    """A new pool: first park, wake and second park of an immutable tag."""
     with tempfile.TemporaryDirectory(prefix="lull-bench-") as directory:
         device = HostDevice.create(Path(directory) / "device", capacity_bytes=2 * case.nbytes)
         driver = HostDriver(device, huge_pages=case.huge, page_threads=case.threads)
@@ -125,13 +122,12 @@ def _lull(case: Case, mode: RestoreMode, source: int) -> tuple[dict[str, float],
             driver.copy(allocation.address, source, case.nbytes)
             pool.warm_backups()  # of PINNED; a CPU backup is made by the park
             parts = {"first_park": _timed(lambda: pool.release([TAG]))}
-            resumes = [_timed(lambda: pool.resume([TAG]))]
+            parts["resume"] = _timed(lambda: pool.resume([TAG]))
             parts["second_park"] = _timed(lambda: pool.release([TAG]))
             copied_bytes = pool.statistics()[TAG].last_park_copied_bytes
-            resumes.append(_timed(lambda: pool.resume([TAG])))
         finally:
             pool.close()
-    return {**parts, "resume": statistics.mean(resumes)}, copied_bytes
+    return parts, copied_bytes
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -141,36 +137,38 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def result_of(case: Case, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Medians, ratios within each repetition, and what becomes of the targets."""
-    medians = {name: statistics.median(one.seconds[name] for one in samples) for name in samples[0].seconds}
-    ratios = {mode: _ratios(mode, samples) for mode in MODES}
+    """Medians, ratios, and what becomes of the targets."""
+    by_mode = {mode: [one for one in samples if one.mode is mode] for mode in MODES}
+    ratios = {mode: _ratios(mode, by_mode[mode], min) for mode in MODES}
     return {
         "size_bytes": case.nbytes,
         "threads": case.threads,
         "pages": "huge" if case.huge else "ordinary",
         "huge_pages_granted_bytes": min(one.huge_bytes for one in samples),
-        "floor_seconds": {name: medians[name] for name in _FLOORS},
-        "lull_seconds": {mode.value: {part: medians[f"{mode}.{part}"] for part in _PARTS} for mode in MODES},
+        "floor_seconds": _all(_FLOORS, samples, statistics.median),
+        "lull_seconds": {mode.value: _all(_PARTS, by_mode[mode], statistics.median) for mode in MODES},
         "ratios": {mode.value: ratios[mode] for mode in MODES},
+        "ratios_of_medians": {mode.value: _ratios(mode, by_mode[mode], statistics.median) for mode in MODES},
         "targets": _targets(ratios, max(one.second_park_copied_bytes for one in samples)),
     }
 
 
-def _ratios(mode: RestoreMode, samples: Sequence[Sample]) -> dict[str, float]:
-    """The floor by ours for what is copied: 1 is as quick as the machine; ours by the floor for the second park."""
-    copies = "memcpy_warm" if mode is RestoreMode.PINNED else "memcpy_fresh_private"
-    first: list[float] = []
-    resume: list[float] = []
-    second: list[float] = []
-    for one in samples:
-        seconds = one.seconds
-        first.append((seconds[copies] + seconds["unmap_release"]) / seconds[f"{mode}.first_park"])
-        resume.append(seconds["memcpy_fresh"] / seconds[f"{mode}.resume"])
-        second.append(seconds[f"{mode}.second_park"] / seconds["unmap_release"])
+def _all(
+    names: Sequence[str], samples: Sequence[Sample], choose: Callable[[Sequence[float]], float]
+) -> dict[str, float]:
+    return {name: choose([one.seconds[name] for one in samples]) for name in names}
+
+
+def _ratios(
+    mode: RestoreMode, samples: Sequence[Sample], choose: Callable[[Sequence[float]], float]
+) -> dict[str, float]:
+    """The floor by ours where bytes are copied: 1 is as quick as the machine. Ours by the floor for the second park."""
+    seconds = _all([*_FLOORS, *_PARTS], samples, choose)
+    copy = seconds["memcpy_warm" if mode is RestoreMode.PINNED else "memcpy_fresh_private"]
     return {
-        "first_park": statistics.median(first),
-        "resume": statistics.median(resume),
-        "second_park": statistics.median(second),
+        "first_park": (copy + seconds["unmap_release"]) / seconds["first_park"],
+        "resume": seconds["memcpy_fresh"] / seconds["resume"],
+        "second_park": seconds["second_park"] / seconds["unmap_release"],
     }
 
 
