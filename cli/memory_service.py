@@ -1,12 +1,16 @@
-"""`lull memory-service`."""
+"""`lull memory-service`: runs one, or says what one holds."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..vmm.errors import LullMemoryError
+from ..vmm.service.client import drop_pool, read_state
 from ..vmm.service.command import ServiceSettings, run_service
 from ..vmm.service.holdings import Limits
 
@@ -14,8 +18,14 @@ _DEFAULT = Limits()
 
 
 def memory_service(
-    device: Annotated[str, typer.Option(help="Directory of the host-memory device, or UUID of the GPU.")],
     socket: Annotated[Path, typer.Option(help="Unix socket by which engines attach; its folder is made private.")],
+    device: Annotated[
+        str | None, typer.Option(help="Serve this: directory of a host-memory device, or UUID of a GPU.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print what the service on the socket holds, as JSON.")] = False,
+    drop: Annotated[
+        str | None, typer.Option(metavar="POOL", help="Clear a pool of the service that no engine uses.")
+    ] = None,
     state_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="For log and pid file. [default: log to standard error]")
     ] = None,
@@ -31,6 +41,11 @@ def memory_service(
     copy_threads: Annotated[int, typer.Option(min=1, max=64, help="Threads that copy in a park or a wake.")] = 2,
 ) -> None:
     """Own pools of one device's memory that outlive the engines which use them."""
+    if show or drop is not None:
+        _ask(socket, drop)
+        return
+    if device is None:
+        raise typer.BadParameter("is missing: which device is to be served?", param_hint="--device")
     settings = ServiceSettings(
         device=device,
         socket=socket,
@@ -40,3 +55,13 @@ def memory_service(
         limits=Limits(clients_max=clients_max, pools_max=pools_max, oom_wait_seconds_max=oom_wait_seconds_max),
     )
     raise typer.Exit(run_service(settings))
+
+
+def _ask(socket: Path, drop: str | None) -> None:
+    try:
+        if drop is not None:
+            drop_pool(socket, drop)
+        print(json.dumps(read_state(socket)["pools"], indent=2))
+    except LullMemoryError as error:
+        print(f"lull memory-service: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None

@@ -22,24 +22,28 @@ PROGRAM = f"""
 import ctypes, os, signal, sys
 from pathlib import Path
 from lull.vmm.service import client as clients, protocol
+from lull.vmm.errors import ContentsLost
+from lull.vmm.service.errors import ServiceUnavailable
 from lull.vmm.service.pool import Piece, ServicePool
 
 TAG, A_BYTES, B_BYTES = {TAG!r}, {A_BYTES}, {B_BYTES}
 device, socket = sys.argv[1], Path(sys.argv[2])
-calls, kill_at, moment = 0, 0, ""
+calls, kill_at, moment, victim = 0, 0, "", os.getpid()
 whole_call, whole_receive = clients.ServiceClient.call, protocol.receive
 
 def call(self, op, **fields):
     global calls
     calls += 1
     answer = whole_call(self, op, **fields)
-    if calls == kill_at:
+    if calls == kill_at and moment == "answered":
         os.kill(os.getpid(), signal.SIGKILL)  # answered, and nothing was made of it
     return answer
 
 def receive(*given, **fields):
     if calls == kill_at and moment == "sent":
         os.kill(os.getpid(), signal.SIGKILL)
+    if calls == kill_at and moment == "service":
+        os.kill(victim, signal.SIGKILL)
     return whole_receive(*given, **fields)
 
 clients.ServiceClient.call, protocol.receive = call, receive
@@ -74,6 +78,28 @@ def life(name):
     check(pool)
     pool.close()
 
+def outlive(name):
+    '''A whole life whose service dies in it, and is started again by somebody.'''
+    try:
+        pool = attach(name)
+    except ServiceUnavailable:
+        return 3  # never built: as if it had not been
+    check(pool)
+    for act in (pool.release, pool.resume):
+        while True:
+            try:
+                act([TAG])
+                break
+            except ServiceUnavailable:
+                if act == pool.release:
+                    check(pool)  # it goes on as before
+            except ContentsLost:
+                assert act == pool.resume, "a park loses nothing"
+                return 4
+    check(pool)
+    pool.close()
+    return 0
+
 def hold(name, *acts):
     pool = attach(name)
     for act in acts:
@@ -94,6 +120,9 @@ for line in sys.stdin:
         if verb == "life":
             kill_at, moment = int(rest[0]), rest[1]
             life(name)
+        elif verb == "outlive":
+            kill_at, moment, victim = int(rest[0]), "service", int(rest[1])
+            os._exit(outlive(name))
         elif verb == "hold":
             hold(name, *rest)
         else:
@@ -117,6 +146,11 @@ class Clients:
     def life(self, name: str = "w", *, kill_at: int = 0, moment: str = "answered") -> int:
         """A whole life with that pool, or one that ends at its ``kill_at``-th call: its exit code."""
         self._say(f"life {name} {kill_at} {moment}")
+        return int(self._heard().split()[1])
+
+    def outlive(self, service_pid: int, kill_at: int) -> int:
+        """A life in which the service is killed after the ``kill_at``-th request: 0 whole, 3 not built, 4 lost."""
+        self._say(f"outlive w {kill_at} {service_pid}")
         return int(self._heard().split()[1])
 
     def hold(self, name: str = "w", *acts: str) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from . import protocol
 from .errors import MalformedFrame, ServiceUnavailable, from_wire
 from .protocol import Message
+from .state import Lock
 
 CONNECT_SECONDS_MAX: Final = 30.0
 CALL_SECONDS_MAX: Final = 30.0
@@ -104,6 +105,22 @@ def read_state(path: Path, *, seconds_max: float = 5.0) -> Message:
 def read_events(path: Path, *, after: int = 0, seconds_max: float = 5.0) -> list[Message]:
     """The newest events of the service, oldest first, without any lock. Raises ServiceUnavailable."""
     return list(_ask_once(path, "events", seconds_max, after=after)["events"])
+
+
+def drop_pool(path: Path, name: str) -> None:
+    """Clears a pool that nobody uses: by writing it and committing nothing. LockTimeout says who uses it."""
+    client = ServiceClient(path, connect_seconds_max=0)
+    try:
+        client.ask(
+            "hello",
+            version=protocol.VERSION,
+            pool=name,
+            lock=str(Lock.READ_WRITE),
+            wait_seconds=0,
+            oom_wait_seconds=0,
+        )
+    finally:
+        client.close()
 
 
 def _ask_once(path: Path, op: str, seconds_max: float, **fields: Any) -> Message:

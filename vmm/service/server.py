@@ -23,6 +23,7 @@ from .requests import Client
 PATH_BYTES_MAX: Final = 107  # of a Unix socket
 _BACKLOG: Final = 64
 _END_SECONDS_MAX: Final = 10.0
+_ACCEPT_PAUSE_SECONDS: Final = 0.1
 _CREDENTIALS: Final = struct.Struct("3i")
 _log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Server:
             connection, _ = self._listener.accept()
         except OSError as error:  # the client is gone again, or we have too many descriptors
             _log.warning("a connection was not accepted: %s", error)
+            select.select([self._stop], [], [], _ACCEPT_PAUSE_SECONDS)
             return
         connection.settimeout(self._holdings.limits.send_seconds_max)
         pid, uid, _ = _CREDENTIALS.unpack(

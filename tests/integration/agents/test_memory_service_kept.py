@@ -101,3 +101,12 @@ async def test_a_service_that_dies_is_started_again_and_gets_the_weights_from_th
         assert (await node.ask()).json()["choices"] == before.json()["choices"]
         kinds = [event["kind"] for event in read_events(socket_of(node))]
         assert kinds[:3] == ["writer_connected", "committed", "user_parked"]
+
+        # Killed while it runs: the weights are on the device still, and room is asked for what is not.
+        keeper = node.keeper()
+        process = keeper.process_identity
+        assert process is not None
+        send_signal(process, signal.SIGKILL)
+        await node.until(lambda: keeper.process_identity not in (None, process) and keeper.verified, "another engine")
+        assert (await node.ask()).json()["choices"] == before.json()["choices"]
+        assert '"weights": "attached"' in engine_log(node).splitlines()[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from lull.vmm.host_driver import HostDriver
 from lull.vmm.service.command import ServiceSettings, run_service
 from lull.vmm.service.pool import Piece, ServicePool
 from tests.memory_services import MIB, host_service
+from tests.waiting import wait_until
 
 
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], socket_path: Path, device: str | None = None) -> str:
@@ -105,6 +107,37 @@ def test_a_socket_of_somebody_else_is_left_alone(tmp_path: Path, capsys: pytest.
         assert "another process listens there" in refused(tmp_path, capsys, folder / "m.sock")
 
 
+def test_what_it_holds_is_shown_and_what_nobody_uses_is_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(*flags: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as ended:
+            as_command()(["--socket", str(tmp_path / "service" / "m.sock"), *flags])
+        said = capsys.readouterr()
+        if ended.value.code:
+            return ended.value.code, said.err
+        return [(pool["name"], pool["state"], pool["resident_bytes"]) for pool in json.loads(said.out)], said.err
+
+    assert shown("--show")[0] == 1
+    with host_service(tmp_path, capacity_bytes=16 * MIB) as (service, device):
+        pool = ServicePool(HostDriver(device), service.socket, "old/weights")
+        pool.build({"x": Piece(4 * MIB)})
+        pool.commit()
+        assert shown("--show") == ([("old/weights", "reading", 4 * MIB)], "")
+        code, said = shown("--drop", "old/weights")
+        assert (code, "used by processes" in str(said)) == (1, True)
+        pool.close()
+        wait_until(lambda: service.pool("old/weights")["state"] == "committed", 10, "nobody reads")
+        assert shown("--drop", "old/weights") in (([], ""), ([("old/weights", "writing", 0)], ""))
+        wait_until(lambda: device.free_bytes() == device.capacity_bytes, 10, "the memory given back")
+
+
+def as_command() -> Callable[[Sequence[str]], None]:
+    app = typer.Typer()
+    app.command()(command)
+    return typer.main.get_command(app)
+
+
 def test_it_serves_without_a_mapping_until_a_backup_is_wanted(tmp_path: Path) -> None:
     with host_service(tmp_path, capacity_bytes=16 * MIB) as (service, device):
         pool = ServicePool(HostDriver(device), service.socket, "w")
@@ -125,11 +158,9 @@ def test_the_command_line_starts_the_same(tmp_path: Path, monkeypatch: pytest.Mo
         return 0
 
     monkeypatch.setattr("lull.cli.memory_service.run_service", note)
-    app = typer.Typer()
-    app.command()(command)
     argv = ["--device", "d", "--socket", "s", "--state-dir", "t", "--allow-uid", "7", "--oom-wait-seconds-max", "3"]
     with pytest.raises(SystemExit) as ended:
-        typer.main.get_command(app)(argv)
+        as_command()(argv)
     assert ended.value.code == 0
     (settings,) = asked
     assert (settings.device, settings.socket, settings.state_dir) == ("d", Path("s"), Path("t"))

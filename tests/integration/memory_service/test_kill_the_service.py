@@ -1,0 +1,78 @@
+"""kill -9 of the service after every request: what an engine holds it keeps, and only what was parked there is lost."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.memory_clients import DEVICE_BYTES, memory_clients
+from tests.memory_services import MIB, MemoryService, host_service
+from tests.waiting import wait_until
+
+WHOLE, NOT_BUILT, LOST = 0, 3, 4
+WAKE_REQUESTS = 4  # resume, slots, and an export for each of two allocations
+
+
+class Restarting:
+    """Starts the service again when it has died, as an agent does, until the block ends."""
+
+    def __init__(self, service: MemoryService) -> None:
+        self._service = service
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(30)
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.02):
+            assert self._service.process is not None
+            if self._service.process.poll() is not None:
+                self._service.start()
+
+
+@pytest.mark.long
+def test_an_engine_outlives_its_service_at_every_step(tmp_path: Path) -> None:
+    outcomes: list[int] = []
+    with (
+        host_service(tmp_path, capacity_bytes=16 * MIB) as (service, device),
+        memory_clients(str(device.path), service.socket) as clients,
+    ):
+        for step in range(1, 100):
+            first = service.pid
+            with Restarting(service):
+                outcomes.append(clients.outlive(service.pid, step))
+            if service.pid == first and service.process is not None and service.process.poll() is None:
+                break  # the life has fewer steps
+            if service.process is not None and service.process.poll() is not None:
+                service.start()
+            pool = wait_until(lambda: _unused(service), 10, "the engine forgotten")
+            used_bytes = device.capacity_bytes - device.free_bytes()
+            assert used_bytes == pool["resident_bytes"]
+            assert used_bytes in (0, DEVICE_BYTES)
+            if pool["state"] != "gone":
+                assert clients.life() == 0, "what the new service has is right"
+            service.kill()
+            service.start()
+            assert device.free_bytes() == device.capacity_bytes
+    assert outcomes[-1] == WHOLE
+    assert len(outcomes) > 10
+    assert set(outcomes) == {WHOLE, NOT_BUILT, LOST}
+    first_built = outcomes.index(WHOLE)
+    assert set(outcomes[:first_built]) == {NOT_BUILT}
+    assert NOT_BUILT not in outcomes[first_built:]
+    lost = [step for step, outcome in enumerate(outcomes) if outcome == LOST]
+    assert lost == list(range(lost[0], lost[0] + len(lost))), "only between the end of the park and the last export"
+    assert len(lost) <= WAKE_REQUESTS
+
+
+def _unused(service: MemoryService) -> dict[str, object] | None:
+    pool = service.pool()
+    users = [*pool.get("writer_pids", []), *pool["reader_pids"], *pool.get("parked_pids", [])]
+    return None if users else pool
