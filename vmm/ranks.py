@@ -304,6 +304,11 @@ class RankFollower:
         self._thread = threading.Thread(target=self._listen, name="lull-rank-follow", daemon=True)
         self._thread.start()
 
+    def wait(self, seconds_max: float | None = None) -> bool:
+        """Until the leader is gone, or has failed the engine: True. False if ``seconds_max`` have passed."""
+        self._thread.join(seconds_max)
+        return not self._thread.is_alive()
+
     def close(self) -> None:
         """Leaves: the engine is failed by it."""
         self._link.hang_up()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.doc_examples import example
 from tests.rank_processes import WEIGHTS_BYTES, RankProcess, RankProcesses
 from tests.waiting import wait_until
 
@@ -147,3 +150,13 @@ def test_a_rank_that_does_not_answer_disagrees(processes: RankProcesses) -> None
         os.kill(stopped.pid, signal.SIGCONT)
     assert failure == "ranks disagree: rank 0 is running, rank 2 did not say its state in time"
     assert stopped.failed() == failure
+
+
+def test_the_example_runs() -> None:
+    with tempfile.TemporaryDirectory(prefix="lull-ranks-") as folder:
+        program = Path(folder) / "engine.py"
+        program.write_text(example("ranks.md"))
+        ended = subprocess.run(
+            [sys.executable, str(program)], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        )
+    assert (ended.returncode, ended.stdout) == (0, "parked\n"), ended.stderr

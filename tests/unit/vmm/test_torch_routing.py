@@ -16,6 +16,7 @@ from lull.vmm.host_driver import HostDriver
 from lull.vmm.pool import Pool
 from lull.vmm.tags import RestoreMode
 from lull.vmm.torch_scope import host_tensor, move_module, move_optimizer, torch_scope
+from tests.doc_examples import example
 from tests.memory import GRANULE_BYTES, memfd_bytes, small_driver
 
 
@@ -317,3 +318,12 @@ def test_a_job_is_suspended_and_goes_on(
     train(model, optimizer, range(3, 6))
     found = [*model.state_dict().values(), *state_of(optimizer)]
     assert all(torch.equal(one, other) for one, other in zip(found, uninterrupted, strict=True))
+
+
+def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(compile(example("torch.md"), "docs/torch.md", "exec"), names)
+    assert isinstance(names["pool"], Pool)
+    assert names["pool"].device_bytes() > 0
+    names.clear()
