@@ -171,6 +171,8 @@ class AllocatorGuest:
 
     def close(self) -> None:
         """Once nothing of torch's is left, and before the pool is closed. What is left is the pool's to free."""
+        if _library().lull_allocator_freeze(self._number, FREEZE_SECONDS_MAX):
+            raise TransitionInProgress(f"an allocation of torch has been under way for {FREEZE_SECONDS_MAX} s")
         with self._transitions:
             self._forget_gone()
             self._adopted.clear()

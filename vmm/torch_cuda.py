@@ -68,12 +68,12 @@ class _Use:
         self._entered: list[AbstractContextManager[Any]] = []
 
     def begin(self) -> None:
-        mem_pool = torch.cuda.MemPool(_allocator().allocator())
+        device = torch.device("cuda", self._guest.ordinal)
+        torch.cuda.init()  # a MemPool does not do it
+        with torch.cuda.device(device):  # a MemPool is of the device that is current
+            mem_pool = torch.cuda.MemPool(_allocator().allocator())
         self._guest.kept.append(mem_pool)
-        for manager in (
-            self._guest.scope(self._tag, self._mode),
-            torch.cuda.use_mem_pool(mem_pool, torch.device("cuda", self._guest.ordinal)),
-        ):
+        for manager in (self._guest.scope(self._tag, self._mode), torch.cuda.use_mem_pool(mem_pool, device)):
             manager.__enter__()
             self._entered.append(manager)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -60,6 +61,12 @@ def test_the_wheel_holds_every_module_and_no_link(wheel: Path) -> None:
         names = {name for name in archive.namelist() if name.endswith(".py")}
     expected = {f"lull/{path.relative_to(ROOT)}" for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     assert names == expected
+
+
+def test_the_wheel_holds_the_compiled_part(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        assert [name for name in archive.namelist() if re.fullmatch(r"lull/vmm/_torch_allocator\..*\.so", name)]
+    assert not wheel.name.endswith("-none-any.whl")
 
 
 def test_the_product_is_the_wheels(python: Path, tmp_path: Path) -> None:

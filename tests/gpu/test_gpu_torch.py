@@ -150,3 +150,53 @@ def test_a_training_step_after_a_loan_is_the_step_without_one(pool: Pool) -> Non
 
     for one, other in zip(trained(False), trained(True), strict=True):
         assert torch.equal(one, other)
+
+
+def test_scopes_nest(pool: Pool) -> None:
+    import torch
+
+    with pool.torch_scope("model_weights"):
+        outer = torch.ones(GIB // 64, device="cuda")
+        with pool.torch_scope("kv_cache", RestoreMode.NONE):
+            inner = torch.ones(GIB // 64, device="cuda")
+            with pool.torch_scope("kv_cache", RestoreMode.CPU):
+                kept = torch.full((GIB // 64,), 4.0, device="cuda")
+        after = torch.full((GIB // 64,), 2.0, device="cuda")
+    runtime = Runtime(pool)
+    runtime.release(["kv_cache"])
+    assert pool.bytes_by_tag()["kv_cache"] >= inner.nbytes + kept.nbytes
+    assert pool.bytes_by_tag()["model_weights"] >= outer.nbytes + after.nbytes
+    assert bool((outer + after == 3).all())  # the outer one is untouched
+    runtime.resume(["kv_cache"])
+    assert bool((kept == 4).all())
+
+
+def test_tensors_may_be_dropped_while_parked(pool: Pool) -> None:
+    import torch
+
+    with pool.torch_scope("model_weights"):
+        kept = torch.full((GIB // 16,), 3.0, device="cuda")
+        dropped = torch.ones(GIB // 16, device="cuda")
+    runtime = Runtime(pool)
+    runtime.release()
+    del dropped
+    gc.collect()
+    torch.cuda.empty_cache()
+    runtime.resume()
+    assert bool((kept == 3).all())
+    with pool.torch_scope("model_weights"):
+        again = torch.ones(GIB // 16, device="cuda")
+    runtime.release()
+    runtime.resume()
+    assert bool((again + kept == 4).all())
+
+
+def test_what_does_not_fit_is_torchs_own_error(pool: Pool) -> None:
+    import torch
+
+    _, total_bytes = torch.cuda.mem_get_info()
+    with pool.torch_scope("model_weights"):
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 * total_bytes, dtype=torch.uint8, device="cuda")
+        small = torch.ones(8, device="cuda")
+    assert float(small.sum()) == 8

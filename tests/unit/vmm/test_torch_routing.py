@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from lull.vmm.errors import LayoutChanged, OutOfDeviceMemory
+from lull.vmm.errors import LayoutChanged, OutOfDeviceMemory, UnsupportedMode
 from lull.vmm.host_driver import HostDriver
 from lull.vmm.pool import Pool
 from lull.vmm.tags import RestoreMode
+from lull.vmm.torch_cuda import refuse_expandable_segments
 from lull.vmm.torch_scope import host_tensor, move_module, move_optimizer, torch_scope
 from tests.doc_examples import example
 from tests.memory import GRANULE_BYTES, memfd_bytes, small_driver
@@ -252,6 +253,13 @@ def test_tensors_that_are_in_a_pool_stay_there(pool: Pool) -> None:
         module.register_buffer("lone", lone)
     assert tag_of(pool, module.weight) == "model"
     assert tag_of(pool, module.lone) == "kv_cache"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_that_torch_maps_itself_are_refused(name: str) -> None:
+    refuse_expandable_segments({name: "expandable_segments:False,max_split_size_mb:64"})
+    with pytest.raises(UnsupportedMode, match=rf"{name} has expandable_segments:True"):
+        refuse_expandable_segments({name: "max_split_size_mb:64, expandable_segments:True"})
 
 
 # -- a job that is suspended
