@@ -120,12 +120,9 @@ class Daemon:
 
     def _add_keeper(self, engine: EngineSettings) -> None:
         """An engine whose id cannot be kept is left out: at the next start its process would be nobody's."""
-        adapter = make_adapter(
-            engine.kind, base_url=engine.url, model=engine.models[0], key_file=engine.control_key_file
-        )
         try:
             engine_id = self.file.id_of(f"engine:{engine.name}")
-            self.keepers[engine_id] = EngineKeeper(self.node, engine_id, engine, adapter, self.gate)
+            self.keepers[engine_id] = EngineKeeper(self.node, engine_id, engine, make_adapter, self.gate)
         except OSError as error:
             sentence = f"the new engine {engine.name} is left out until the agent is restarted: {error}"
             log.error("no room for a new engine", engine=engine.name, error=str(error))

@@ -19,13 +19,18 @@ import structlog
 from . import canary
 from .engine_process import EngineProcess, listening_pid
 from .engines.base import Answer, EngineAdapter, Observation
+from .engines.ledger import Ledger
 from .errors import AgentError, EngineTimedOut
+from .errors import CanaryFailed as CanaryFailed
+from .errors import EngineLost as EngineLost
 from .gates.base import Gate
 from .memory_service import service_socket
 from .node import Node
 from .node_files import read_json, replace_json
 from .probe import DeviceFacts
 from .processes import descendants, identity, is_same
+from .protocol.capabilities import Capabilities, refusal
+from .protocol.engine_kinds import MODES_ARE_FLAGS, known_capabilities
 from .protocol.loans import LoanStep
 from .protocol.policy import EnginePolicy
 from .protocol.wire import EngineChanged, EngineState, GateState, ProcessIdentity, Reason
@@ -41,38 +46,25 @@ _ROOM_ALERT_SECONDS: Final = 10.0
 _GOLDEN_KEPT_MAX: Final = 8
 
 StepSink = Callable[[LoanStep, dict[str, Any]], None]
-
-
-class EngineLost(AgentError):
-    """Gone, failed, or not back by its deadline. ``timed_out`` tells the last from the others."""
-
-    def __init__(self, text: str, *, timed_out: bool = False) -> None:
-        super().__init__(text)
-        self.timed_out = timed_out
-
-
-class CanaryFailed(AgentError):
-    """The answer is wrong, or did not come. ``timed_out`` tells which."""
-
-    def __init__(self, text: str, *, timed_out: bool = False) -> None:
-        super().__init__(text)
-        self.timed_out = timed_out
+MakeAdapter = Callable[[EngineSettings, Ledger], EngineAdapter]
 
 
 class EngineHand:
     """One engine with its process, its adapter and its gate."""
 
     def __init__(
-        self, node: Node, engine_id: str, settings: EngineSettings, adapter: EngineAdapter, gate: Gate
+        self, node: Node, engine_id: str, settings: EngineSettings, make_adapter: MakeAdapter, gate: Gate
     ) -> None:
         self.node = node
         self.engine_id = engine_id
         self.settings = settings
-        self.adapter = adapter
         self.gate = gate
         self.hand = asyncio.Lock()
         directory = Path(node.settings.data_dir) / "engines" / settings.name
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.adapter = make_adapter(settings, Ledger(directory / "ledger.json", lambda: self.incarnation))
+        self.capabilities: Capabilities | None = None
+        self._probed: str | None = None  # the incarnation that they were asked of
         self.device_ids = [
             device.device_id for device in node.devices.values() if device.index in settings.device_indexes
         ]
@@ -138,6 +130,22 @@ class EngineHand:
     def may_give_golden(self) -> bool:
         """A process that has never parked answers as it was built to; another one would be its own witness."""
         return self.data.get("released") != self.incarnation
+
+    async def probe(self) -> None:
+        """Asks a process that was not asked yet what it can do. Raises what the adapter does."""
+        now = self.incarnation
+        if now is not None and self._probed != now:
+            self.capabilities = await self.adapter.capabilities()
+            self._probed = now
+
+    def refusal(self, policy: EnginePolicy) -> str | None:
+        """Why this engine cannot honour ``policy``, by what it said itself, else by what its kind can at best."""
+        return refusal(self.capabilities or known_capabilities(self.settings.kind), policy)
+
+    def in_effect(self, policy: EnginePolicy) -> bool:
+        """The restore modes of ``policy`` hold now; an engine that takes them with every park has any."""
+        wanted = {tag: str(mode) for tag, mode in policy.restore_modes.items()}
+        return not MODES_ARE_FLAGS[self.settings.kind] or self.modes_in_effect() == wanted
 
     def modes_in_effect(self) -> dict[str, str]:
         if self.process is not None and self.process.restore_modes:
@@ -281,8 +289,8 @@ class EngineHand:
             step(LoanStep.RESUME_SENT, {})
             self.set_state(EngineState.WAKING)
             try:
-                await self.adapter.resume(policy.resume_seconds_max)
-            except AgentError as error:
+                await self.adapter.resume(policy, policy.resume_seconds_max)
+            except (AgentError, OSError) as error:
                 said = str(error)  # proves nothing either way: look again
             seen = await self.settled_state(policy.resume_seconds_max, said)
             if seen.state is EngineState.PARKED:
@@ -291,8 +299,18 @@ class EngineHand:
                 log.warning("the engine is still parked after a resume", engine=self.name, said=said)
                 await asyncio.sleep(back_off)
                 back_off = min(_BACK_OFF_SECONDS_MAX, back_off * 2)
+        await self.finish_wake(policy)
         await self._bytes_back(step)
         self.set_state(EngineState.RUNNING)
+
+    async def finish_wake(self, policy: EnginePolicy | None = None) -> None:
+        """Weights that are loaded again, caches emptied: before the canary. Raises EngineLost."""
+        policy = policy or self.policy
+        try:
+            await self.adapter.after_resume(policy, policy.resume_seconds_max)
+        except (AgentError, OSError) as error:
+            self.remember(condemned=self.incarnation)
+            raise EngineLost(f"engine {self.name} woke and could not be made ready: {error}") from error
 
     async def settled_state(self, seconds_max: float, said: str) -> Observation:
         """The state once it is `running` or `parked`; EngineLost if it is neither by the deadline."""

@@ -11,12 +11,13 @@ from typing import Any, Final
 
 import structlog
 
-from .engine_hand import POLL_SECONDS_FIRST, POLL_SECONDS_MAX, EngineHand, EngineLost, StepSink
+from .engine_hand import POLL_SECONDS_FIRST, POLL_SECONDS_MAX, EngineHand, EngineLost, MakeAdapter, StepSink
 from .engine_process import EngineWillNotDie
-from .engines.base import EngineAdapter, Observation
+from .engines.base import Observation
 from .errors import AgentError
 from .gates.base import Gate
 from .node import Node
+from .protocol.engine_kinds import MODES_ARE_FLAGS
 from .protocol.policy import EnginePolicy
 from .protocol.wire import EngineState, GateState, Reason
 from .settings import EngineSettings
@@ -34,9 +35,9 @@ class EngineKeeper(EngineHand):
     """An engine, and the loop that looks after it."""
 
     def __init__(
-        self, node: Node, engine_id: str, settings: EngineSettings, adapter: EngineAdapter, gate: Gate
+        self, node: Node, engine_id: str, settings: EngineSettings, make_adapter: MakeAdapter, gate: Gate
     ) -> None:
-        super().__init__(node, engine_id, settings, adapter, gate)
+        super().__init__(node, engine_id, settings, make_adapter, gate)
         self.restart_wanted = False
         self._failures = 0
         self._unseen = False
@@ -50,8 +51,9 @@ class EngineKeeper(EngineHand):
             return f"policy version {version} is older than {self.policy_version}"
         if self.settings.policy_locked:
             return "the agent's file locks this engine's policy"
-        refusal = self.adapter.refusal(policy)
-        if refusal is None and self.process is None and policy.restore_modes != self.policy.restore_modes:
+        refusal = self.refusal(policy)
+        fixed = self.process is None and MODES_ARE_FLAGS[self.settings.kind]
+        if refusal is None and fixed and policy.restore_modes != self.policy.restore_modes:
             refusal = "restore modes of an attached engine are fixed by whoever started it"
         if refusal is not None:
             return refusal
@@ -62,8 +64,7 @@ class EngineKeeper(EngineHand):
         return None
 
     def needs_other_flags(self) -> bool:
-        wanted = {tag: str(mode) for tag, mode in self.policy.restore_modes.items()}
-        return self.process is not None and self.process.alive and self.modes_in_effect() != wanted
+        return self.process is not None and self.process.alive and not self.in_effect(self.policy)
 
     # ---- what operators want ------------------------------------------------------------------------------------
 
@@ -174,6 +175,7 @@ class EngineKeeper(EngineHand):
                 engine_id=self.engine_id,
             )
             return False
+        await self.probe()
         gate = await self.gate.observe(self.engine_id)
         self.gate_state = gate.state
         if not self.has_golden():
@@ -219,6 +221,8 @@ class EngineKeeper(EngineHand):
             if seen.state is not EngineState.RUNNING:
                 self.released()
                 await self.wake(step, policy)
+            else:
+                await self.finish_wake(policy)  # an earlier agent may have ended in the middle of it
             await self.verify(step, policy, take_golden=self.may_give_golden())
         finally:
             self.room_taken()
@@ -263,6 +267,7 @@ class EngineKeeper(EngineHand):
             if await self.adapter.healthy():
                 seen = await self.adapter.observe()
                 if seen.state is not EngineState.UNREACHABLE:
+                    await self.probe()
                     self.set_state(seen.state)
                     return seen
                 if seen.is_our_fault:

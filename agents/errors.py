@@ -9,6 +9,8 @@ AgentError
 ├── EngineRefused            the engine said no before any change; `.status` is its HTTP status
 ├── EngineTimedOut           a call was sent and no answer came: look again, never repeat
 ├── EngineAuthRefused        the engine does not accept our signature: stop and alert
+├── EngineLost               it is brought back by a restart, where its policy allows one
+├── CanaryFailed             the engine answers wrongly: no traffic for this process of it any more
 └── SpawnRefused             an attempt may not be started now
 """
 
@@ -54,6 +56,22 @@ class EngineTimedOut(AgentError):
 
 class EngineAuthRefused(AgentError):
     """401: wrong key, clock out of the window, nonce used, or its replay cache is full. ``text`` says which."""
+
+
+class EngineLost(AgentError):
+    """Gone, failed, or not back by its deadline. ``timed_out`` tells the last from the others."""
+
+    def __init__(self, text: str, *, timed_out: bool = False) -> None:
+        super().__init__(text)
+        self.timed_out = timed_out
+
+
+class CanaryFailed(AgentError):
+    """The answer is wrong, or did not come. ``timed_out`` tells which."""
+
+    def __init__(self, text: str, *, timed_out: bool = False) -> None:
+        super().__init__(text)
+        self.timed_out = timed_out
 
 
 class SpawnRefused(AgentError):

@@ -91,7 +91,7 @@ async def _preflight(loan: Loan) -> None:
     # At once: a look walks over all processes, and a signed status is a round trip.
     looking = asyncio.ensure_future(node.look())
     try:
-        await all_or_none(*(_preflight_engine(engine) for engine in loan.engines))
+        await all_or_none(*(_preflight_engine(loan, engine) for engine in loan.engines))
         facts = await looking
     finally:
         looking.cancel()
@@ -133,23 +133,27 @@ def _foreign_words(device_id: str, foreign: dict[int, int]) -> tuple[str, str, d
 
 def _refuse_unready(loan: Loan, engine: EngineKeeper) -> None:
     policy = loan.policy_of(engine)
-    wanted = {tag: str(mode) for tag, mode in policy.restore_modes.items()}
     if not engine.verified_now():
         raise Refused(LoanEvent.PREFLIGHT_REFUSED, "EngineNotReady", f"engine {engine.name} is not verified")
-    if engine.modes_in_effect() != wanted:
+    if not engine.in_effect(policy):
         sentence = f"engine {engine.name} was not started with the restore modes of its policy yet"
         raise Refused(LoanEvent.PREFLIGHT_REFUSED, "PolicyNotInEffect", sentence)
-    refusal = engine.adapter.refusal(policy)
-    if refusal is not None:
-        raise Refused(LoanEvent.PREFLIGHT_REFUSED, "PolicyRefused", refusal)
 
 
-async def _preflight_engine(engine: EngineKeeper) -> None:
+async def _preflight_engine(loan: Loan, engine: EngineKeeper) -> None:
     seen = await engine.adapter.observe()
     if seen.state is not EngineState.RUNNING:
         if engine.process_identity is None or seen.state is EngineState.FAILED:
             raise EngineLost(f"engine {engine.name} is {seen.state}. {seen.detail}".strip())
         raise Refused(LoanEvent.PREFLIGHT_REFUSED, "EngineNotReady", f"engine {engine.name} is {seen.state}")
+    try:
+        await engine.probe()
+    except AgentError as error:
+        sentence = f"engine {engine.name} cannot be asked what it can do: {error}"
+        raise Refused(LoanEvent.PREFLIGHT_REFUSED, "EngineNotReady", sentence) from error
+    refusal = engine.refusal(loan.policy_of(engine))
+    if refusal is not None:
+        raise Refused(LoanEvent.PREFLIGHT_REFUSED, "PolicyRefused", refusal)
     if seen.clock_skew_seconds is not None and abs(seen.clock_skew_seconds) > CLOCK_SKEW_SECONDS_MAX:
         sentence = (
             f"the clock of engine {engine.name} is {seen.clock_skew_seconds:.0f} s off: a resume could not be signed"
@@ -267,10 +271,10 @@ async def _park_engine(loan: Loan, engine: EngineKeeper) -> None:
         loan.step(LoanStep.PARK_SENT, engine, data={"tags": tags, "device_bytes": engine.device_bytes})
         engine.set_state(EngineState.PARKING)
         try:
-            await engine.adapter.park(tags, policy.park_call_seconds_max)
+            await engine.adapter.park(policy, policy.park_call_seconds_max)
         except (EngineRefused, EngineAuthRefused) as error:
             said = str(error)
-        except AgentError as error:
+        except (AgentError, OSError) as error:
             said = str(error)  # unknown: look, never ask again
     seen = await _parked_or_not(loan, engine, said)
     if seen.state is EngineState.RUNNING:

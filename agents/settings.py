@@ -8,7 +8,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from .protocol.capabilities import refusal
 from .protocol.config_file import FilePath
+from .protocol.engine_kinds import MODES_ARE_FLAGS, EngineKind, known_capabilities
 from .protocol.policy import EnginePolicy
 
 _UNITS: Final = {
@@ -65,11 +67,11 @@ class DeviceSettings(Section):
 
 class EngineSettings(Section):
     name: Name
-    kind: Literal["trtllm"] = "trtllm"
+    kind: EngineKind = "trtllm"
     models: Annotated[list[Name], Field(min_length=1, max_length=64)]
     url: Annotated[str, Field(pattern=r"^http://(127\.0\.0\.1|localhost|\[::1\]):\d{1,5}$")]
     device_indexes: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=64)]
-    control_key_file: FilePath
+    control_key_file: FilePath | None = None  # of kinds that sign: trtllm
     # None: attached, somebody else runs it.
     command: Annotated[list[str], Field(min_length=1)] | None = None
     env: dict[str, str] = Field(default_factory=dict)
@@ -80,13 +82,18 @@ class EngineSettings(Section):
 
     @model_validator(mode="after")
     def _check(self) -> EngineSettings:
-        if self.command is not None and RESTORE_MODE_FLAGS not in self.command:
+        if self.kind == "trtllm" and self.control_key_file is None:
+            raise ValueError("control_key_file: this kind of engine signs its control calls; name the file of its key")
+        if MODES_ARE_FLAGS[self.kind] and self.command is not None and RESTORE_MODE_FLAGS not in self.command:
             raise ValueError(
                 f"command: put the word {RESTORE_MODE_FLAGS!r} where the engine takes its --restore-mode flags:"
                 " without it the policy's restore_modes could not be obeyed"
             )
         if len(set(self.device_indexes)) != len(self.device_indexes):
             raise ValueError("device_indexes: each device once")
+        unable = refusal(known_capabilities(self.kind), self.policy)
+        if unable is not None:
+            raise ValueError(f"policy.restore_modes: {unable}")
         return self
 
 

@@ -7,6 +7,8 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Header, Request, Response
 
+from ..agents.protocol.capabilities import refusal
+from ..agents.protocol.engine_kinds import MODES_ARE_FLAGS, known_capabilities
 from ..agents.protocol.policy import EnginePolicy
 from . import schemas, views
 from .caching import NOT_MODIFIED, answer
@@ -71,8 +73,12 @@ async def put_policy(
     policy = await read_body(request, EnginePolicy)
     expected_version = _expected_version(if_match)
     row = await store.get_engine(engine)
+    unable = refusal(known_capabilities(row.kind), policy)
+    if unable is not None:
+        raise invalid_field("restore_modes", unable, code="policy_not_honoured")
     # An engine that somebody else runs got its restore modes with its start flags: only a restart changes them.
-    if not row.supervised and not row.policy_locked and policy.restore_modes != row.policy.restore_modes:
+    fixed = MODES_ARE_FLAGS.get(row.kind, True)
+    if fixed and not row.supervised and not row.policy_locked and policy.restore_modes != row.policy.restore_modes:
         modes = {tag: str(mode) for tag, mode in row.policy.restore_modes.items()}
         raise invalid_field(
             "restore_modes",

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ..settings import EngineSettings
     from .base import EngineAdapter
+    from .ledger import Ledger
 
 
-def make_adapter(kind: str, *, base_url: str, model: str, key_file: Path) -> EngineAdapter:
-    """The adapter of ``kind``; ValueError for one that does not exist."""
-    if kind == "trtllm":
-        from .trtllm import TrtllmAdapter
+def make_adapter(settings: EngineSettings, ledger: Ledger) -> EngineAdapter:
+    """The adapter of the engine's kind. ``ledger``: its own, for kinds that need one."""
+    match settings.kind:
+        case "trtllm":
+            from .trtllm import TrtllmAdapter
 
-        return TrtllmAdapter(base_url, model, key_file)
-    raise ValueError(f"engine kind {kind!r} is not known; known: trtllm")
+            assert settings.control_key_file is not None
+            return TrtllmAdapter(settings.url, settings.models[0], settings.control_key_file)

@@ -6,10 +6,10 @@ a call that was sent and got no answer raises EngineTimedOut, and the caller loo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..protocol.capabilities import Capabilities
 from ..protocol.policy import CanaryPolicy, EnginePolicy
 from ..protocol.wire import EngineState
 
@@ -41,23 +41,36 @@ class EngineAdapter(Protocol):
         """True if the engine answers its health route; never generates."""
         ...
 
-    async def observe(self) -> Observation:
-        """The engine's state by its own word; UNREACHABLE where it gives none."""
-        ...
+    async def capabilities(self) -> Capabilities:
+        """What the process that runs now can do, by asking it: its version alone is no proof.
 
-    def refusal(self, policy: EnginePolicy) -> str | None:
-        """Why this engine cannot honour ``policy``; None if it can."""
-        ...
-
-    async def park(self, tags: Sequence[str], seconds_max: float) -> None:
-        """Asks once. Returns after the engine said it is done, which proves nothing about memory.
-
-        Raises EngineRefused (before any change), EngineTimedOut, EngineUnreachable, EngineAuthRefused.
+        Called once for every process of the engine, when it is healthy, parked or not. An engine that serves and
+        cannot be parked says so in ``unsupported``; it does not raise. Raises EngineUnreachable, EngineTimedOut.
         """
         ...
 
-    async def resume(self, seconds_max: float) -> None:
-        """Asks once, for all that is parked. Raises as ``park``."""
+    async def observe(self) -> Observation:
+        """The engine's state by its own word, with the ledger's where it has none; UNREACHABLE where neither is."""
+        ...
+
+    async def park(self, policy: EnginePolicy, seconds_max: float) -> None:
+        """Asks once, in the way that ``policy`` wants. Its gate is closed and drained.
+
+        Returns after the engine said it is done, which proves nothing about memory. Raises EngineRefused (before any
+        change), EngineTimedOut, EngineUnreachable, EngineAuthRefused; OSError if its ledger cannot be written.
+        """
+        ...
+
+    async def resume(self, policy: EnginePolicy, seconds_max: float) -> None:
+        """Asks once, for all that is parked. There is room for it on every device. Raises as ``park``."""
+        ...
+
+    async def after_resume(self, policy: EnginePolicy, seconds_max: float) -> None:
+        """What a running engine still needs before it is asked the canary: weights, empty caches, going on.
+
+        Does nothing where nothing is left to do: it is also called for an engine that was found running. Raises as
+        ``park``; the engine is not used then.
+        """
         ...
 
     async def answer(self, canary: CanaryPolicy) -> Answer:

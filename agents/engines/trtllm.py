@@ -12,7 +12,7 @@ import asyncio
 import errno
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Final, cast
@@ -23,6 +23,7 @@ from ...vmm.lifecycle import MemoryState
 from ...vmm.signing import new_headers
 from ..errors import EngineAuthRefused, EngineRefused, EngineTimedOut, EngineUnreachable
 from ..loopback import loopback_client
+from ..protocol.capabilities import Capabilities, trtllm_capabilities
 from ..protocol.policy import CanaryPolicy, EnginePolicy
 from ..protocol.wire import EngineState
 from .base import Answer, Observation
@@ -79,15 +80,18 @@ class TrtllmAdapter:
         # In `parking` and `failed` the engine's list of tags is not to be trusted.
         return Observation(state, tags if state is EngineState.PARKED else (), skew)
 
-    def refusal(self, policy: EnginePolicy) -> str | None:
-        del policy  # EnginePolicy itself already refuses to lose weights, which this wire cannot reload
-        return None
+    async def capabilities(self) -> Capabilities:
+        return trtllm_capabilities()
 
-    async def park(self, tags: Sequence[str], seconds_max: float) -> None:
-        await self._control("POST", "/release_memory", {"tags": list(tags)}, seconds_max)
+    async def park(self, policy: EnginePolicy, seconds_max: float) -> None:
+        await self._control("POST", "/release_memory", {"tags": sorted(policy.restore_modes)}, seconds_max)
 
-    async def resume(self, seconds_max: float) -> None:
+    async def resume(self, policy: EnginePolicy, seconds_max: float) -> None:
+        del policy
         await self._control("POST", "/resume_memory", None, seconds_max)
+
+    async def after_resume(self, policy: EnginePolicy, seconds_max: float) -> None:
+        """The server goes on by itself."""
 
     async def answer(self, canary: CanaryPolicy) -> Answer:
         body = {

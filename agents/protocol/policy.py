@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ...vmm.tags import INIT_ONLY_TAGS, KEEPS_CONTENTS, TAG_PATTERN, TRTLLM_TAGS, WEIGHT_TAGS, RestoreMode
+from ...vmm.tags import INIT_ONLY_TAGS, TAG_PATTERN, TRTLLM_TAGS, RestoreMode
 
 NOT_OBEYED_YET: Final = {
     "on_pressure": "lending under host-memory pressure",
@@ -80,16 +80,12 @@ class EnginePolicy(BaseModel):
     def _check_tags(cls, modes: dict[str, RestoreMode]) -> dict[str, RestoreMode]:
         if not modes:
             raise ValueError("name at least one tag, for example {'model_weights': 'CPU'}")
-        for tag, mode in modes.items():
+        for tag in modes:
             if not TAG_PATTERN.fullmatch(tag):
                 raise ValueError(f"tag {tag!r}: a tag is lower-case letters, digits and underscores")
             if tag not in TRTLLM_TAGS and tag not in INIT_ONLY_TAGS:
-                # Every engine that this version drives speaks TensorRT-LLM's wire, which takes these and no others.
+                # One vocabulary for all engines; which of the tags an engine has, and in which modes, it says itself.
                 raise ValueError(f"tag {tag!r} does not exist; known: {', '.join(TRTLLM_TAGS)}")
             if tag in INIT_ONLY_TAGS:
                 raise ValueError(f"tag {tag!r} is an initialization-only tag and cannot be released")
-            if tag in WEIGHT_TAGS and mode not in KEEPS_CONTENTS:
-                raise ValueError(
-                    f"tag {tag!r}: mode {mode} loses the weights and this engine cannot reload them; use CPU or PINNED"
-                )
         return modes

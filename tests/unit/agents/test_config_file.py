@@ -61,7 +61,7 @@ def test_a_good_file(tmp_path: Path) -> None:
         ('url = "http://127.0.0.1:9001"', 'url = "http://10.0.0.1:9001"', 13, "engines.0.url"),
         ('when = "always"', 'when = "idle"', 18, "not obeyed yet"),
         ('when = "always"', "recall_waiting_seconds = 5", 18, "recall_waiting_seconds"),
-        ('when = "always"', 'restore_modes = {model_weights = "NONE"}', 18, "CPU or PINNED"),
+        ('when = "always"', 'restore_modes = {model_weights = "NONE"}', 18, 'model_weights = "CPU"'),
         ("device_indexes = [0]", "device_indexes = [3]", 14, "engines.0.device_indexes: there is no device 3"),
         ("device_indexes = [0]", "device_indexes = [0, 0]", 14, "engines.0.device_indexes: each device once"),
         ("[engines.policy]", TWICE + "[engines.policy]", 18, "engines.1.name: every engine needs a name of its own"),

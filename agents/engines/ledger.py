@@ -1,0 +1,43 @@
+"""What an engine was told, for engines that forget it or tell it wrong: a small file in the engine's directory.
+
+Flushed before the call that it tells of. What stands in it is about one process of the engine: with another one it is
+empty, whatever the file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from ..node_files import read_json, replace_json
+
+_OWNER: Final = "incarnation"
+
+
+class Ledger:
+    """``incarnation`` tells the process that runs now; None while none does."""
+
+    def __init__(self, path: Path, incarnation: Callable[[], str | None] = lambda: None) -> None:
+        self._path = path
+        self.incarnation = incarnation
+        self._data: dict[str, Any] = read_json(path)
+
+    def read(self) -> dict[str, Any]:
+        """What was written about the process that runs now."""
+        owner = self.incarnation()
+        if owner is None or self._data.get(_OWNER) != owner:
+            return {}
+        return {key: value for key, value in self._data.items() if key != _OWNER}
+
+    def write(self, **values: Any) -> None:
+        """Adds ``values``, durably. Raises OSError with the old ones kept: then the call must not be made."""
+        data = {**self.read(), **values, _OWNER: self.incarnation()}
+        replace_json(self._path, data, flush=True)
+        self._data = data
+
+    def clear(self) -> None:
+        """The engine is as it was started. A file that cannot be written keeps the old word, which is the safe one."""
+        data = {_OWNER: self.incarnation()}
+        replace_json(self._path, data, flush=True)
+        self._data = data
