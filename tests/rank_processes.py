@@ -16,9 +16,12 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from lull.vmm.ranks import RankedRuntime
 
 SECONDS_MAX = 30
 GRANULE_BYTES = 64 << 10
@@ -182,15 +185,15 @@ class Inside:
         leader: RankedRuntime | None = None
         if self.rank == 0:
             leader = RankedRuntime(self.runtime, self.socket_path, self.ranks, settings)
-            joined = leader
-            threading.Thread(
-                target=lambda: joined.wait_joined(SECONDS_MAX) and self.say(ready=True), daemon=True
-            ).start()
+            threading.Thread(target=self.say_when_joined, args=(leader,), daemon=True).start()
         else:
             follower = RankFollower(self.runtime, self.socket_path, self.rank, self.ranks, settings)
             self.say(ready=follower.runtime is self.runtime)
         for line in self._file:
             self.obey(json.loads(line), leader)
+
+    def say_when_joined(self, leader: RankedRuntime) -> None:
+        self.say(ready=leader.wait_joined(SECONDS_MAX))
 
     def obey(self, command: dict[str, Any], leader: Any) -> None:
         if "stop_at" in command:

@@ -123,14 +123,18 @@ class World:
         if process.act is not None:
             for ending in ENDINGS[process.act][1:]:
                 yield f"fault {number} {ending}", self._ended(number, ending)
-        for box in ("inbox", "outbox"):
-            messages: tuple[Message, ...] = getattr(process, box)
-            if messages:
-                first, *rest = messages
-                lost = replace(process, **{box: tuple(rest)})
-                yield f"fault {box} of {number} loses {first.kind}", self._with(number, lost)
-                doubled = replace(process, **{box: (*messages, first)})
-                yield f"fault {box} of {number} doubles {first.kind}", self._with(number, doubled)
+        if process.inbox:
+            first, *rest = process.inbox
+            lost = replace(process, inbox=tuple(rest))
+            doubled = replace(process, inbox=(*process.inbox, first))
+            yield f"fault {number} never hears {first.kind}", self._with(number, lost)
+            yield f"fault {number} will hear {first.kind} twice", self._with(number, doubled)
+        if process.outbox:
+            first, *rest = process.outbox
+            lost = replace(process, outbox=tuple(rest))
+            doubled = replace(process, outbox=(*process.outbox, first))
+            yield f"fault {first.kind} of {number} is lost", self._with(number, lost)
+            yield f"fault {first.kind} of {number} comes twice", self._with(number, doubled)
 
     def _start(self) -> World:
         processes = tuple(replace(process, memory="old") for process in self.processes)

@@ -69,7 +69,8 @@ class _Use:
 
     def begin(self) -> None:
         device = torch.device("cuda", self._guest.ordinal)
-        torch.cuda.init()  # a MemPool does not do it
+        # A MemPool does not do it.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         with torch.cuda.device(device):  # a MemPool is of the device that is current
             mem_pool = torch.cuda.MemPool(_allocator().allocator())
         self._guest.kept.append(mem_pool)

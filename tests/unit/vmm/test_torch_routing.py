@@ -111,11 +111,13 @@ def test_values_and_random_numbers_are_those_of_before(pool: Pool) -> None:
 
 def test_a_whole_module_parks(pool: Pool, driver: HostDriver) -> None:
     with pool.torch_scope("model_weights"):
-        module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 64)).eval()
-        module[2].weight = module[0].weight
+        first, last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        module = torch.nn.Sequential(first, torch.nn.BatchNorm1d(64), last)
+        last.weight = first.weight
+    module.eval()
     identities = {name: id(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
     addresses = [tensor.data_ptr() for tensor in module.state_dict().values()]
-    row = module[0].weight[3]
+    row = first.weight[3]
     given = torch.randn(4, 64)
     with torch.no_grad():
         expected, expected_row = module(given), row.clone()
@@ -126,12 +128,12 @@ def test_a_whole_module_parks(pool: Pool, driver: HostDriver) -> None:
         assert torch.equal(module(given), expected)
     assert {name: id(tensor) for name, tensor in module.state_dict(keep_vars=True).items()} == identities
     assert [tensor.data_ptr() for tensor in module.state_dict().values()] == addresses
-    assert module[2].weight is module[0].weight
+    assert last.weight is first.weight
     assert torch.equal(row, expected_row)
     with torch.no_grad():
-        module[0].weight[3] = 5
+        first.weight[3] = 5
     assert row.eq(5).all()
-    del module, row
+    del module, first, last, row
     assert pool.allocations() == ()
 
 
@@ -248,11 +250,11 @@ def test_tensors_that_are_in_a_pool_stay_there(pool: Pool) -> None:
     moved = torch.nn.Linear(4, 4)
     move_module(moved, pool, "model")
     with pool.torch_scope("model_weights"):
-        module = torch.nn.Linear(4, 4)
+        module: Any = torch.nn.Linear(4, 4)
         module.weight = moved.weight
         module.register_buffer("lone", lone)
     assert tag_of(pool, module.weight) == "model"
-    assert tag_of(pool, module.lone) == "kv_cache"
+    assert tag_of(pool, module.get_buffer("lone")) == "kv_cache"
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -17,13 +17,14 @@ def inside(pool: Pool, tensor: torch.Tensor) -> bool:
     return any(a.address <= address and address + tensor.nbytes <= a.address + a.nbytes for a in pool.allocations())
 
 
-def tied_module() -> torch.nn.Module:
+def tied_module() -> torch.nn.Sequential:
     generator = torch.Generator().manual_seed(1)
     module = torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.BatchNorm1d(48), torch.nn.Linear(48, 48))
     for parameter in module.parameters():
         parameter.data.normal_(generator=generator)
     module[2].weight = module[0].weight
-    return module.eval()
+    module.eval()
+    return module
 
 
 def test_a_tensor_of_its_own(pool: Pool) -> None:
@@ -42,10 +43,10 @@ def test_an_empty_tensor_takes_nothing(pool: Pool) -> None:
 
 
 def test_a_module_moves_with_its_identities(pool: Pool) -> None:
-    module = tied_module()
+    module: Any = tied_module()
     given = torch.randn(5, 48)
     expected = module(given)
-    parameters, view = dict(module.named_parameters()), module[0].weight[3]
+    parameters, view = dict(module.named_parameters()), module.get_parameter("0.weight")[3]
     allocation = torch_scope.move_module(module, pool, "model_weights")
     assert allocation is not None
     assert (allocation.tag, allocation.mode) == ("model_weights", RestoreMode.CPU)
@@ -63,16 +64,16 @@ def test_a_module_moves_with_its_identities(pool: Pool) -> None:
 
 
 def test_tied_storage_is_moved_once(pool: Pool) -> None:
-    module = tied_module()
+    module: Any = tied_module()
     allocation = torch_scope.move_module(module, pool, "model_weights")
     assert allocation is not None
     assert allocation.nbytes < 2 * 48 * 48 * 4
 
 
 def test_a_copy_is_outside(pool: Pool) -> None:
-    module = tied_module()
+    module: Any = tied_module()
     torch_scope.move_module(module, pool, "model_weights")
-    assert not inside(pool, copy.deepcopy(module)[0].weight)
+    assert not inside(pool, copy.deepcopy(module).get_parameter("0.weight"))
 
 
 def test_nothing_to_move(pool: Pool) -> None:
@@ -86,7 +87,7 @@ def test_only_host_tensors_move(pool: Pool) -> None:
 
 def test_a_module_that_does_not_fit_stays_where_it_is(pool: Pool, driver: HostDriver) -> None:
     borrowed = driver.create(driver.capacity_bytes)
-    module = tied_module()
+    module: Any = tied_module()
     expected = module(torch.ones(1, 48))
     with pytest.raises(RuntimeError, match="out of device memory"):
         torch_scope.move_module(module, pool, "model_weights")
