@@ -36,8 +36,6 @@ def bench_memory(
             attach_bytes = parse_size(attach)
         except ValueError as error:
             fail(str(error), ExitCode.USAGE)
-        if not all([*sizes_bytes, attach_bytes]):
-            fail("a size of 0 bytes measures nothing", ExitCode.USAGE)
         try:
             document = memory.run(sizes_bytes, attach_bytes, repetitions, threads or [1, 2], _say)
         except (LullMemoryError, OSError) as error:
