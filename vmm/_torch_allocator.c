@@ -82,7 +82,8 @@ typedef struct Entry {
     int mapped, adopted;
     int freed;   /* by torch, while the group was frozen, or in a call that failed: to be done at the thaw */
     int freeing; /* by a thread that works on it now */
-    int gone;    /* only the pool has yet to forget it */
+    int gone;    /* nothing of it is left */
+    int forget;  /* the pool, which had adopted it, is yet to hear that it is ours again, whole or in part, or gone */
 } Entry;
 
 /* The layout is known to torch_allocator.py. */
@@ -333,7 +334,8 @@ static void take_down(Group *group, Entry *entry)
     entry->freeing = 0;
     entry->freed = error != OK;
     entry->gone = error == OK;
-    if (entry->gone && !entry->adopted) remove_entry(entry);
+    entry->forget = entry->adopted;
+    if (entry->gone && !entry->forget) remove_entry(entry);
     pthread_mutex_unlock(&lock);
 }
 
@@ -415,23 +417,22 @@ API void lull_allocator_thaw(int number)
     no_longer_busy(group);
 }
 
-/* Up to `max` entries: those that the pool does not know yet (which are adopted now), or those that are gone (which
- * are dropped now). Call it again while it fills the array. */
-API size_t lull_allocator_take(int number, int gone, Record *records, size_t max)
+/* Up to `max` entries: those that the pool does not know yet, which are adopted now, or those that it has to forget.
+ * Call it again while it fills the array. */
+API size_t lull_allocator_take(int number, int forget, Record *records, size_t max)
 {
     size_t count = 0;
     pthread_mutex_lock(&lock);
     for (int i = 0; i < BUCKETS; i++)
         for (Entry *entry = buckets[i], *next; entry && count < max; entry = next) {
             next = entry->next;
-            int wanted = gone ? entry->gone : !entry->adopted && !entry->freed && !entry->freeing;
+            int wanted = forget ? entry->forget : !entry->adopted && !entry->freed && !entry->freeing;
             if (entry->group != number || !wanted) continue;
             records[count++] = (Record){
                 entry->serial, entry->address, entry->handle, entry->nbytes, entry->reserved_bytes, entry->space, 0};
-            if (gone)
-                remove_entry(entry);
-            else
-                entry->adopted = 1;
+            entry->adopted = !forget;
+            entry->forget = 0;
+            if (entry->gone) remove_entry(entry);
         }
     pthread_mutex_unlock(&lock);
     return count;
@@ -442,7 +443,7 @@ API int lull_allocator_settle(uint64_t address, uint64_t serial, uint64_t handle
 {
     pthread_mutex_lock(&lock);
     Entry *entry = find(address);
-    int found = entry && entry->serial == serial;
+    int found = entry && entry->serial == serial && entry->adopted && !entry->forget;
     if (found) entry->handle = handle, entry->mapped = handle != 0;
     pthread_mutex_unlock(&lock);
     return found ? 0 : -1;

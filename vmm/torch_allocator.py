@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from .blocks import Allocation
 from .cuda_driver import CudaDriver
-from .errors import DriverError, TransitionInProgress
+from .errors import DriverError, LullMemoryError, TransitionInProgress
 from .pool import Pool
 from .tags import RestoreMode
 
@@ -143,6 +143,15 @@ class AllocatorGuest:
         finally:
             unused = ctypes.c_int()
             _library().lull_allocator_enter(group.value, former.value, ctypes.byref(unused), ctypes.byref(unused))
+            self.settle()
+
+    def settle(self) -> None:
+        """Lets the pool know what is new and what is gone, as each transition does: its tags and bytes are right then.
+
+        Does nothing while a transition is under way, and leaves errors to the next one."""
+        with suppress(LullMemoryError):
+            self.before_transition()
+            self.after_transition()
 
     def before_transition(self) -> None:
         if _library().lull_allocator_freeze(self._number, FREEZE_SECONDS_MAX):

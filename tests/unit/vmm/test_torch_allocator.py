@@ -16,6 +16,7 @@ from lull.vmm.cuda_driver import CudaDriver
 from lull.vmm.errors import DriverError, LullMemoryError, OutOfDeviceMemory, TransitionInProgress
 from lull.vmm.host_driver import HostDriver
 from lull.vmm.pool import Pool
+from lull.vmm.runtime import Runtime
 from lull.vmm.tags import RestoreMode
 from lull.vmm.torch_allocator import AllocatorGuest, guest_of, last_outcome
 from tests.fake_cuda.library import GRANULE_BYTES, FakeCuda
@@ -95,6 +96,19 @@ def test_it_parks_and_wakes_at_its_address(cuda_pool: Pool, guest: AllocatorGues
     assert fake_cuda.live("handles") == fake_cuda.live("reservations") == 0
 
 
+def test_a_tag_of_ones_own_is_known_when_its_scope_ends(cuda_pool: Pool, guest: AllocatorGuest) -> None:
+    runtime = Runtime(cuda_pool)
+    with guest.scope("optimizer", None):
+        address = made(100)
+    assert cuda_pool.bytes_by_tag() == {"optimizer": GRANULE_BYTES}
+    runtime.release(["optimizer"])
+    assert cuda_pool.device_bytes() == 0
+    runtime.resume()
+    free(address)
+    guest.settle()
+    assert cuda_pool.bytes_by_tag() == {}
+
+
 def test_a_free_while_parked(cuda_pool: Pool, guest: AllocatorGuest, fake_cuda: FakeCuda) -> None:
     with guest.scope("model_weights", None):
         dropped, kept = made(100), made(100)
@@ -167,17 +181,26 @@ def test_an_error_while_making_leaks_nothing(guest: AllocatorGuest, fake_cuda: F
         free(made(100))
 
 
+@pytest.mark.parametrize("adopted", [False, True])
 @pytest.mark.parametrize("name", UNMAKING)
 def test_an_error_while_freeing_is_made_good_later(
-    cuda_pool: Pool, guest: AllocatorGuest, fake_cuda: FakeCuda, name: str
+    cuda_pool: Pool, guest: AllocatorGuest, fake_cuda: FakeCuda, name: str, adopted: bool
 ) -> None:
-    with guest.scope("model_weights", None):
-        address = made(100)
-    fake_cuda.fail(name, UNKNOWN_ERROR)
-    free(address)
-    assert last_outcome()[0] == UNKNOWN_ERROR
-    cuda_pool.release(["kv_cache"])  # the end of any transition is an occasion
-    assert fake_cuda.everything_live() == dict.fromkeys(fake_cuda.everything_live(), 0)
+    with guest.scope("model_weights", RestoreMode.CPU):
+        address, other = made(100), made(100)
+        ctypes.memset(other, 6, 100)
+        if adopted:
+            guest.settle()
+        fake_cuda.fail(name, UNKNOWN_ERROR)
+        free(address)
+        assert last_outcome() == (UNKNOWN_ERROR, f"{name} failed with CUDA error {UNKNOWN_ERROR}")
+    # The pool does not touch what is half gone, and the end of any transition is an occasion to finish it.
+    cuda_pool.release(["model_weights"])
+    assert fake_cuda.live("reservations") == 1
+    cuda_pool.resume(["model_weights"])
+    assert ctypes.string_at(other, 100) == b"\6" * 100
+    free(other)
+    assert fake_cuda.live("handles") == fake_cuda.live("reservations") == 0
 
 
 @pytest.mark.parametrize("nth_call", range(1, 12))
