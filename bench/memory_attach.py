@@ -67,7 +67,7 @@ def measure(nbytes: int, repetitions: int, say: Callable[[str], None]) -> dict[s
 
 def _attach_all(directory: Path, nbytes: int, repetitions: int) -> list[tuple[float, float]]:
     device = HostDevice.create(directory / "device", capacity_bytes=nbytes + _PIECE_BYTES)
-    with _service(device, directory / "memory.sock") as socket:
+    with memory_service(device, directory / "memory.sock") as socket:
         writer = ServicePool(HostDriver(device), socket, _NAME, lock=Lock.READ_WRITE)
         sizes = [min(_PIECE_BYTES, nbytes - offset) for offset in range(0, nbytes, _PIECE_BYTES)]
         regions = writer.build({f"layer.{number}": Piece(size) for number, size in enumerate(sizes)})
@@ -126,7 +126,7 @@ def _read_once(address: int, nbytes: int) -> None:
 
 
 @contextmanager
-def _service(device: HostDevice, socket: Path) -> Generator[Path]:
+def memory_service(device: HostDevice, socket: Path) -> Generator[Path]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LULL_")}
     process = subprocess.Popen(
         [*_SERVICE, "--device", str(device.path), "--socket", str(socket), "--state-dir", str(socket.parent / "state")],

@@ -114,6 +114,9 @@ TREE: Final = Branch(
             {
                 "loan": Leaf("bench", "bench_loan", "How much of a loan is Lull's own time.", extra="all"),
                 "memory": Leaf("bench_memory", "bench_memory", "Park and wake beside plain copies of the same bytes."),
+                "restart": Leaf(
+                    "bench_restart", "bench_restart", "How soon a killed engine is ready again.", extra="torch"
+                ),
             },
         ),
         "server": Leaf("server", "server", "Run the server: API and scheduler.", extra="server"),

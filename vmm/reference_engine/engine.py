@@ -60,12 +60,13 @@ def build_engine(settings: EngineSettings) -> Engine:
         restore_modes=settings.restore_modes,
         immutable_tags=frozenset({WEIGHTS_TAG}) if settings.immutable else frozenset(),
     )
+    # One allocation a tag: many small ones would each be rounded up to the device's granularity.
+    kv_cache = _floats(pool, settings.kv_cache_bytes // FLOAT_BYTES, KV_CACHE_TAG)
     began = time.monotonic()
     if settings.memory_service is not None:
-        return _build_on_service(settings, shape, driver, pool, began)
-    # One allocation a tag: many small ones would each be rounded up to the device's granularity.
+        return _build_on_service(settings, shape, driver, pool, kv_cache, began)
     weights = _floats(pool, shape.weight_floats, WEIGHTS_TAG)
-    model = Model(shape, weights, _kv_cache(settings, pool))
+    model = Model(shape, weights, kv_cache)
     model.fill_weights(settings.seed)
     seconds = time.monotonic() - began
     pool.warm_backups()  # of PINNED tags: a park must not be the first to ask for that memory
@@ -73,7 +74,9 @@ def build_engine(settings: EngineSettings) -> Engine:
     return Engine(model, pool, runtime, weights_seconds=seconds)
 
 
-def _build_on_service(settings: EngineSettings, shape: Shape, driver: Driver, pool: Pool, began: float) -> Engine:
+def _build_on_service(
+    settings: EngineSettings, shape: Shape, driver: Driver, pool: Pool, kv_cache: Tensor, began: float
+) -> Engine:
     """The weights belong to the service. Raises StaleLayout if other weights lie under their name."""
     assert settings.memory_service is not None, "the caller has looked"
     shared = ServicePool(
@@ -92,7 +95,7 @@ def _build_on_service(settings: EngineSettings, shape: Shape, driver: Driver, po
     if region is None or region.value != described or region.nbytes != shape.weight_bytes:
         raise StaleLayout(f"pool {shared.name} of the memory service does not hold {described}")
     weights = torch.frombuffer((ctypes.c_uint8 * region.nbytes).from_address(region.address), dtype=torch.float32)
-    model = Model(shape, weights, _kv_cache(settings, pool))
+    model = Model(shape, weights, kv_cache)
     if shared.writer:
         model.fill_weights(settings.seed)
         shared.commit()  # from here on a write would be fatal, here as in every other engine
@@ -101,10 +104,6 @@ def _build_on_service(settings: EngineSettings, shape: Shape, driver: Driver, po
     pools: list[PoolLike] = [pool, shared]
     runtime = FaultyRuntime(pools, settings.faults, WEIGHTS_TAG) if settings.faults else Runtime(pools)
     return Engine(model, pool, runtime, came, seconds, shared)
-
-
-def _kv_cache(settings: EngineSettings, pool: Pool) -> Tensor:
-    return _floats(pool, settings.kv_cache_bytes // FLOAT_BYTES, KV_CACHE_TAG)
 
 
 def _floats(pool: Pool, count: int, tag: str) -> Tensor:
