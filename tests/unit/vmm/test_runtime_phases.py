@@ -7,11 +7,12 @@ import threading
 
 import pytest
 
-from lull.vmm.errors import AdmissionClosed, DeviceFailed, RuntimeFailed, TransitionInProgress
+from lull.vmm.errors import AdmissionClosed, ContentsLost, DeviceFailed, RuntimeFailed, TransitionInProgress
 from lull.vmm.host_driver import HostDriver
 from lull.vmm.lifecycle import MemoryState
 from lull.vmm.pool import Pool
 from lull.vmm.runtime import MemoryStatus, Runtime
+from lull.vmm.tags import RestoreMode
 from tests.memory import GRANULE_BYTES, in_thread, write
 from tests.waiting import wait_until
 
@@ -163,3 +164,33 @@ def test_a_cancelled_wait_does_not_cut_a_park_off(runtime: Runtime) -> None:
     assert runtime.status().state is MemoryState.PARKING
     go_on.set()
     wait_until(lambda: runtime.status().state is MemoryState.PARKED, 10, "parked")
+
+
+# -- a device that is lost
+
+
+@pytest.mark.parametrize("verb", ["synchronize", "pin_host", "copy", "unmap", "release"])
+def test_a_device_that_is_lost_during_a_park_fails_the_runtime(driver: HostDriver, verb: str) -> None:
+    pool = Pool(driver, restore_modes={"model": RestoreMode.PINNED})
+    pool.allocate(GRANULE_BYTES, "model")
+    runtime = Runtime(pool)
+    driver.inject(verb, DeviceFailed(verb, "it fell off the bus"))
+    with pytest.raises((DeviceFailed, ContentsLost)):
+        runtime.release(["model"])
+    assert runtime.status().state is MemoryState.FAILED
+    assert runtime.failure is not None
+    with pytest.raises(RuntimeFailed):
+        runtime.resume()
+
+
+@pytest.mark.parametrize("verb", ["free_bytes", "create", "map", "set_access", "copy", "synchronize"])
+def test_a_device_that_is_lost_during_a_wake_fails_the_runtime(driver: HostDriver, verb: str) -> None:
+    pool = Pool(driver)
+    write(pool.allocate(GRANULE_BYTES, "model"), b"weights")
+    runtime = Runtime(pool)
+    runtime.release(["model"])
+    driver.inject(verb, DeviceFailed(verb, "it fell off the bus"))
+    with pytest.raises((DeviceFailed, ContentsLost)):
+        runtime.resume()
+    assert runtime.status().state is MemoryState.FAILED
+    assert bytes(pool.backup_views("model")[0][:7]) == b"weights"  # what is left of it
