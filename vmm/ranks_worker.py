@@ -12,6 +12,7 @@ from .ranks_protocol import Act, Event, Message, Phase, Rank, Step, Verb
 from .runtime import Runtime
 
 LEADER_LOST: Final = "the leader of its ranks is gone"
+_CLOSE_SECONDS_MAX: Final = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -50,9 +51,9 @@ class RankWorker:
             self._follow(step, LEADER_LOST)
 
     def close(self) -> None:
-        """After what it is doing now. Nothing may be heard after it."""
+        """Does nothing more after what it is doing now, which may be a drain; it is waited for a moment only."""
         self._acts.put(None)
-        self._thread.join()
+        self._thread.join(_CLOSE_SECONDS_MAX)
 
     def _follow(self, step: Step, reason: str = "", error: BaseException | None = None) -> None:
         if step.act is Act.FAIL:
