@@ -20,6 +20,7 @@ from . import canary
 from .engine_process import EngineProcess, listening_pid
 from .engines.base import Answer, EngineAdapter, Observation
 from .engines.ledger import Ledger
+from .engines.outside import EngineOutside
 from .errors import AgentError, EngineTimedOut
 from .errors import CanaryFailed as CanaryFailed
 from .errors import EngineLost as EngineLost
@@ -30,7 +31,7 @@ from .node_files import read_json, replace_json
 from .probe import DeviceFacts
 from .processes import descendants, identity, is_same
 from .protocol.capabilities import Capabilities, refusal
-from .protocol.engine_kinds import MODES_ARE_FLAGS, known_capabilities
+from .protocol.engine_kinds import LOADS_AT_WAKE, MAY_END_AT_PARK, MODES_ARE_FLAGS, known_capabilities
 from .protocol.loans import LoanStep
 from .protocol.policy import EnginePolicy
 from .protocol.wire import EngineChanged, EngineState, GateState, ProcessIdentity, Reason
@@ -46,7 +47,7 @@ _ROOM_ALERT_SECONDS: Final = 10.0
 _GOLDEN_KEPT_MAX: Final = 8
 
 StepSink = Callable[[LoanStep, dict[str, Any]], None]
-MakeAdapter = Callable[[EngineSettings, Ledger], EngineAdapter]
+MakeAdapter = Callable[[EngineSettings, Ledger, EngineOutside], EngineAdapter]
 
 
 class EngineHand:
@@ -62,7 +63,7 @@ class EngineHand:
         self.hand = asyncio.Lock()
         directory = Path(node.settings.data_dir) / "engines" / settings.name
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.adapter = make_adapter(settings, Ledger(directory / "ledger.json", lambda: self.incarnation))
+        self.adapter = make_adapter(settings, Ledger(directory / "ledger.json", lambda: self.incarnation), self)
         self.capabilities: Capabilities | None = None
         self._probed: str | None = None  # the incarnation that they were asked of
         self.device_ids = [
@@ -114,6 +115,9 @@ class EngineHand:
         process = self.process_identity
         return set() if process is None else {process.pid, *descendants(process.pid)}
 
+    async def held_bytes(self) -> dict[str, int]:
+        return self.bytes_on(await self.node.look())
+
     def bytes_on(self, facts: dict[str, DeviceFacts]) -> dict[str, int]:
         pids = self.pids()
         return {device_id: facts[device_id].bytes_of(pids) for device_id in self.device_ids}
@@ -129,7 +133,10 @@ class EngineHand:
 
     def may_give_golden(self) -> bool:
         """A process that has never parked answers as it was built to; another one would be its own witness."""
-        return self.data.get("released") != self.incarnation
+        return self.settings.kind in LOADS_AT_WAKE or self.data.get("released") != self.incarnation
+
+    def is_lost_while_parked(self) -> bool:
+        return self.process_identity is None and self.settings.kind not in MAY_END_AT_PARK
 
     async def probe(self) -> None:
         """Asks a process that was not asked yet what it can do. Raises what the adapter does."""

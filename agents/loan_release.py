@@ -341,7 +341,7 @@ async def settle(loan: Loan) -> None:
             return
         facts = await loan.node.look()
         for engine in loan.engines:
-            if engine.process_identity is None:
+            if engine.is_lost_while_parked():
                 engine.set_state(EngineState.GONE)
                 sentence = f"engine {engine.name} ended while it was parked"
                 loan.take(LoanEvent.ENGINE_LOST, Reason(code="EngineLost", sentence=sentence), engine)

@@ -85,8 +85,8 @@ async def _check_room(run: AttemptRun) -> None:
 
 async def _watch(loan: Loan, engine: EngineKeeper) -> None:
     """Marks the loan when a parked engine dies; the job goes on, unless the policy wants the engine back now."""
-    while engine.process_identity is not None:
-        if engine.process is not None:
+    while not engine.is_lost_while_parked():
+        if engine.process is not None and engine.process.alive:
             await engine.process.wait_gone(3600.0)
         else:
             await asyncio.sleep(_ATTACHED_POLL_SECONDS)
@@ -115,7 +115,7 @@ async def clear(loan: Loan) -> None:
         loan.take(LoanEvent.UNKILLABLE, left)
         return
     for engine in loan.engines:
-        if engine.process_identity is None and engine.engine_id not in loan.engine_lost:
+        if engine.is_lost_while_parked() and engine.engine_id not in loan.engine_lost:
             sentence = f"engine {engine.name} ended while it was parked"
             loan.take(LoanEvent.ENGINE_LOST, Reason(code="EngineLost", sentence=sentence), engine)
     assert loan.state is LoanState.RECALLING

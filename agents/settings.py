@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import socket
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from .protocol.capabilities import refusal
 from .protocol.config_file import FilePath
-from .protocol.engine_kinds import MODES_ARE_FLAGS, EngineKind, known_capabilities
+from .protocol.engine_kinds import MODES_ARE_FLAGS, EngineKind, known_capabilities, usual_restore_modes
 from .protocol.policy import EnginePolicy
 
 _UNITS: Final = {
@@ -47,6 +47,11 @@ Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
+# As engines and clients spell them: Qwen/Qwen3-8B, llama3.2:3b, ggml-org/gemma-3-4b-it-GGUF:Q4_K_M.
+ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}$")]
+Argv = Annotated[list[str], Field(min_length=1, max_length=256)]
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -68,10 +73,17 @@ class DeviceSettings(Section):
 class EngineSettings(Section):
     name: Name
     kind: EngineKind = "trtllm"
-    models: Annotated[list[Name], Field(min_length=1, max_length=64)]
+    models: Annotated[list[ModelName], Field(min_length=1, max_length=64)]
     url: Annotated[str, Field(pattern=r"^http://(127\.0\.0\.1|localhost|\[::1\]):\d{1,5}$")]
     device_indexes: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=64)]
-    control_key_file: FilePath | None = None  # of kinds that sign: trtllm
+    control_key_file: FilePath | None = None  # trtllm signs with it; sglang's admin_api_key
+    api_key_file: FilePath | None = None  # sent as a bearer token where the engine wants one
+    health_path: Annotated[str, Field(pattern=r"^/[!-~]*$", max_length=200)] = "/health"  # process, command
+    # kind "command": the operator's own, each an argv.
+    park_command: Argv | None = None
+    resume_command: Argv | None = None
+    observe_command: Argv | None = None
+    observe_seconds_max: Seconds = 10.0
     # None: attached, somebody else runs it.
     command: Annotated[list[str], Field(min_length=1)] | None = None
     env: dict[str, str] = Field(default_factory=dict)
@@ -80,8 +92,26 @@ class EngineSettings(Section):
     policy: EnginePolicy = Field(default_factory=EnginePolicy)
     policy_locked: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_restore_modes(cls, value: Any) -> Any:
+        """A policy without restore modes gets those that are usual for the kind."""
+        if not isinstance(value, dict):
+            return value
+        fields = cast("dict[str, Any]", value)
+        usual, policy = usual_restore_modes(str(fields.get("kind"))), fields.get("policy", {})
+        if usual is None or not isinstance(policy, dict) or "restore_modes" in policy:
+            return fields
+        return {**fields, "policy": {**cast("dict[str, Any]", policy), "restore_modes": usual}}
+
     @model_validator(mode="after")
     def _check(self) -> EngineSettings:
+        if self.kind == "process" and self.command is None:
+            raise ValueError("command: an engine of kind 'process' is parked by ending it; say how it is started again")
+        for field in ("park_command", "resume_command", "observe_command"):
+            given = getattr(self, field) is not None
+            if given != (self.kind == "command"):
+                raise ValueError(f"{field}: {'only for' if given else 'missing; it is needed for'} kind 'command'")
         if self.kind == "trtllm" and self.control_key_file is None:
             raise ValueError("control_key_file: this kind of engine signs its control calls; name the file of its key")
         if MODES_ARE_FLAGS[self.kind] and self.command is not None and RESTORE_MODE_FLAGS not in self.command:

@@ -36,6 +36,7 @@ class SglangServer(StandIn):
         self.released: set[str] = set()
         self.running = threading.Event()  # cleared while generation is paused
         self.running.set()
+        self.scheduler = threading.Lock()  # one control request after the other, as the scheduler takes them
         both = {
             "/release_memory_occupation": self.release,
             "/resume_memory_occupation": self.resume,
@@ -95,49 +96,60 @@ class SglangServer(StandIn):
     def release(self, request: Request) -> Reply:
         if not request.body:
             return self.replies["body_missing"]
-        tags = request.json().get("tags") or [tag for tag in TAGS if tag != "cuda_graph" or self.options.graphs]
-        if not self.options.enable_memory_saver or self.has_fault("frees_nothing"):
-            return self.replies["released"]
-        known = [tag for tag in tags if tag in TAGS and (tag != "cuda_graph" or self.options.graphs)]
-        with self.lock:
-            if self.in_flight:
-                return self.die("AssertionError: release_memory_occupation with an ongoing request")
-            if set(known) & self.released:
-                return self.die("torch_memory_saver: cannot pause allocation that is not active")
-            self.released |= set(known)
+        with self.scheduler:
+            self._release(request.json().get("tags") or list(TAGS))
+        if self.has_fault("release_answer_lost"):
+            self.hanging.wait()
+        return self.replies["released"]
+
+    def _release(self, tags: list[str]) -> None:
         if self.has_fault("release_hangs"):
             self.hanging.wait()
-        if self.has_fault("release_hangs_after"):
-            self.memory.pool.release(known)
-            self.hanging.wait()
+        if not self.options.enable_memory_saver or self.has_fault("frees_nothing"):
+            return
+        known = self._known(tags)
+        with self.lock:
+            if self.in_flight:
+                self.die("AssertionError: release_memory_occupation with an ongoing request")
+            if set(known) & self.released:
+                self.die("torch_memory_saver: cannot pause allocation that is not active")
+            self.released |= set(known)
         if self.has_fault("dies_on_release"):
-            return self.die("scheduler died")
+            self.die("scheduler died")
         if self.has_fault("late_free"):
             threading.Timer(0.4, self.memory.pool.release, (known,)).start()
         elif self.has_fault("half_free"):
             self.memory.pool.release([tag for tag in known if tag == "kv_cache"])
         else:
             self.memory.pool.release(known)
-        return self.replies["released"]
+
+    def _known(self, tags: list[str]) -> list[str]:
+        """An unknown tag is nobody's memory: 200 and nothing freed."""
+        return [tag for tag in tags if tag in TAGS and (tag != "cuda_graph" or self.options.graphs)]
 
     def resume(self, request: Request) -> Reply:
         if not request.body:
             return self.replies["body_missing"]
+        with self.scheduler:
+            self._resume(request.json().get("tags") or list(TAGS))
+        if self.has_fault("resume_answer_lost"):
+            self.hanging.wait()
+        return self.replies["released"]
+
+    def _resume(self, tags: list[str]) -> None:
+        if self.has_fault("resume_hangs"):
+            self.hanging.wait()
         if not self.options.enable_memory_saver or self.has_fault("frees_nothing"):
-            return self.replies["released"]
-        tags = request.json().get("tags") or list(TAGS)
-        known = [tag for tag in tags if tag in TAGS and (tag != "cuda_graph" or self.options.graphs)]
+            return
+        known = self._known(tags)
         with self.lock:
             if not set(known) <= self.released:
-                return self.die("KeyError: resume of what is not released")
+                self.die("KeyError: resume of what is not released")
             try:
                 self.memory.pool.resume(known)
             except OutOfDeviceMemory:
-                return self.die("torch_memory_saver: CUresult error result=2")
+                self.die("torch_memory_saver: CUresult error result=2")
             self.released -= set(known)
-        if self.has_fault("resume_hangs"):
-            self.hanging.wait()
-        return self.replies["released"]
 
     def update_weights(self, request: Request) -> Reply:
         if "weights" in self.released:
@@ -151,7 +163,8 @@ class SglangServer(StandIn):
     # ---- the rest ---------------------------------------------------------------------------------------------
 
     def server_info(self, request: Request) -> Reply:
-        options = self.options
+        with self.scheduler:  # the internal state comes from there
+            options = self.options
         return Reply.of_json(
             200,
             {

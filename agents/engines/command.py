@@ -1,0 +1,181 @@
+"""An engine that the operator's own commands park, wake and observe; bytes and canary decide all the same.
+
+A command is an argv, never a shell's text. It gets the engine's name, URL, pid and tags in its environment, a bound on
+its time and an end of its output that is kept for the operator. Exit codes mean:
+
+observe  0 running, 10 parked, 11 changing, 12 failed; any other: it cannot be told
+park     0 done, 10 refused and nothing changed; any other: unknown, so the engine is observed
+resume   as park
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ..errors import AgentError, EngineRefused, EngineTimedOut, EngineUnreachable
+from ..protocol.capabilities import KV_CACHE, MODEL_WEIGHTS, Capabilities
+from ..protocol.other_engines import COMMAND
+from ..protocol.policy import CanaryPolicy, EnginePolicy
+from ..protocol.wire import EngineState
+from ..settings import EngineSettings
+from .base import Answer, Observation
+from .completion import ask_completion
+from .http_call import bearer, call
+from .outside import EngineOutside
+
+_STATUS_SECONDS: Final = 10.0
+_OUTPUT_BYTES_MAX: Final = 64 << 10
+_WORDS_MAX: Final = 500
+
+DONE: Final = 0
+PARKED: Final = 10
+REFUSED: Final = 10
+CHANGING: Final = 11
+FAILED: Final = 12
+_STATES: Final = {
+    DONE: EngineState.RUNNING,
+    PARKED: EngineState.PARKED,
+    CHANGING: EngineState.PARKING,
+    FAILED: EngineState.FAILED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    code: int
+    words: str  # the last line that it wrote
+
+
+class CommandAdapter:
+    def __init__(self, settings: EngineSettings, outside: EngineOutside) -> None:
+        self._settings = settings
+        self._base_url = settings.url.rstrip("/")
+        self._outside = outside
+
+    async def aclose(self) -> None:
+        """Nothing is kept open between calls."""
+
+    async def healthy(self) -> bool:
+        """A parked engine may have no server; then its own command says what it is."""
+        try:
+            reply = await call("GET", self._base_url + self._settings.health_path, _STATUS_SECONDS)
+        except EngineUnreachable:
+            return (await self.observe()).state is EngineState.PARKED
+        except AgentError:
+            return False
+        return reply.status_code == 200
+
+    async def capabilities(self) -> Capabilities:
+        return COMMAND
+
+    async def observe(self) -> Observation:
+        try:
+            ended = await self._run(self._settings.observe_command, (), self._settings.observe_seconds_max)
+        except AgentError as error:
+            return Observation(EngineState.UNREACHABLE, detail=str(error), is_our_fault=_cannot_run(error))
+        state = _STATES.get(ended.code)
+        if state is None:
+            detail = f"the observe command ended with code {ended.code}: {ended.words}"
+            return Observation(EngineState.UNREACHABLE, detail=detail)
+        return Observation(state, (KV_CACHE, MODEL_WEIGHTS) if state is EngineState.PARKED else (), detail=ended.words)
+
+    async def park(self, policy: EnginePolicy, seconds_max: float) -> None:
+        _judge("park", await self._run(self._settings.park_command, sorted(policy.restore_modes), seconds_max))
+
+    async def resume(self, policy: EnginePolicy, seconds_max: float) -> None:
+        _judge("resume", await self._run(self._settings.resume_command, sorted(policy.restore_modes), seconds_max))
+
+    async def after_resume(self, policy: EnginePolicy, seconds_max: float) -> None:
+        """The operator's resume command does all that is to be done."""
+
+    async def answer(self, canary: CanaryPolicy) -> Answer:
+        return await ask_completion(
+            self._base_url, self._settings.models[0], canary, bearer(self._settings.api_key_file)
+        )
+
+    async def _run(self, argv: Sequence[str] | None, tags: Sequence[str], seconds_max: float) -> Ended:
+        """Raises EngineUnreachable if it cannot be started, EngineTimedOut after it was killed at its bound."""
+        assert argv is not None, "settings refuse this kind without its commands"
+        incarnation = self._outside.incarnation
+        environment = {
+            **os.environ,
+            "LULL_ENGINE_NAME": self._settings.name,
+            "LULL_ENGINE_URL": self._base_url,
+            "LULL_ENGINE_PID": "" if incarnation is None else incarnation.split(":")[1],
+            "LULL_TAGS": ",".join(tags),
+        }
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        output = _Output(reading)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(reading, output.read)
+        try:
+            code = await _wait(argv, environment, writing, seconds_max)
+            output.read()
+        finally:
+            loop.remove_reader(reading)
+            os.close(reading)
+        return Ended(code, output.last_line())
+
+
+async def _wait(argv: Sequence[str], environment: dict[str, str], output: int, seconds_max: float) -> int:
+    """The exit code. At its bound the command is killed, with all that it started and that did not leave its group."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise EngineUnreachable(f"{argv[0]} cannot be started: {error.strerror}") from error
+    finally:
+        os.close(output)
+    try:
+        async with asyncio.timeout(seconds_max):
+            return await process.wait()
+    except TimeoutError as error:
+        raise EngineTimedOut(f"{argv[0]} did not end within {seconds_max:g} s and was killed") from error
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+class _Output:
+    """Everything is read, so a command never blocks on its output; the end of it is kept."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._kept = b""
+
+    def read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._fd, _OUTPUT_BYTES_MAX):
+                self._kept = (self._kept + chunk)[-_OUTPUT_BYTES_MAX:]
+            asyncio.get_running_loop().remove_reader(self._fd)  # nobody has it open for writing any more
+
+    def last_line(self) -> str:
+        lines = self._kept.decode(errors="replace").strip().splitlines()
+        return lines[-1][:_WORDS_MAX] if lines else "it wrote nothing"
+
+
+def _judge(verb: str, ended: Ended) -> None:
+    if ended.code == REFUSED:
+        raise EngineRefused(ended.code, f"the {verb} command refused: {ended.words}")
+    if ended.code != DONE:
+        raise EngineTimedOut(f"the {verb} command ended with code {ended.code}: {ended.words}")
+
+
+def _cannot_run(error: AgentError) -> bool:
+    """A command that cannot be started says nothing about the engine."""
+    return isinstance(error, EngineUnreachable)

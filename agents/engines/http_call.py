@@ -1,0 +1,107 @@
+"""One HTTP call to an engine on this machine: a connection of its own, a bound on the whole, three kinds of failure."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+import httpx
+
+from ..errors import EngineAuthRefused, EngineRefused, EngineTimedOut, EngineUnreachable
+from ..loopback import loopback_client
+
+_CONNECT_SECONDS: Final = 5.0
+_TEXT_MAX: Final = 500
+_LOCAL_WANTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+
+
+async def call(
+    method: str, url: str, seconds_max: float, *, body: Any = None, headers: dict[str, str] | None = None
+) -> httpx.Response:
+    """Sends ``body`` as JSON, if it is not None. Never repeats anything, never follows a redirect.
+
+    Raises EngineUnreachable where no connection was taken, EngineTimedOut where the call was sent and was not answered
+    whole: what it did is unknown then.
+    """
+    raw = b"" if body is None else json.dumps(body).encode()
+    sent = {} if headers is None else dict(headers)
+    if body is not None:
+        sent["content-type"] = "application/json"
+    limits = httpx.Timeout(seconds_max, connect=min(_CONNECT_SECONDS, seconds_max))
+    try:
+        # httpx bounds each read, not the whole: an engine that trickles its answer would hold us for ever.
+        async with asyncio.timeout(seconds_max + _CONNECT_SECONDS), loopback_client(limits) as client:
+            return await client.request(method, url, content=raw, headers=sent)
+    except httpx.ConnectError as error:
+        raise EngineUnreachable(f"{url}: {error}") from error
+    except httpx.ConnectTimeout as error:
+        raise EngineUnreachable(f"{url}: no connection within {_CONNECT_SECONDS} s") from error
+    except TimeoutError as error:
+        raise EngineTimedOut(f"{method} {url}: not answered whole within {seconds_max} s") from error
+    except httpx.HTTPError as error:
+        raise EngineTimedOut(f"{method} {url}: {type(error).__name__} {error}") from error
+
+
+def accepted(reply: httpx.Response) -> httpx.Response:
+    """The reply if its status is 200; raises EngineAuthRefused for 401 and 403, EngineRefused for any other."""
+    if reply.status_code == 200:
+        return reply
+    if reply.status_code in (401, 403):
+        raise EngineAuthRefused(f"HTTP {reply.status_code}: {error_text(reply)}")
+    raise EngineRefused(reply.status_code, error_text(reply))
+
+
+def json_object(reply: httpx.Response) -> dict[str, Any]:
+    """The body as a JSON object; EngineRefused for anything else."""
+    try:
+        value = reply.json()
+    except ValueError as error:
+        raise EngineRefused(reply.status_code, f"not JSON: {reply.text[:_TEXT_MAX]}") from error
+    if not isinstance(value, dict):
+        raise EngineRefused(reply.status_code, f"not a JSON object: {reply.text[:_TEXT_MAX]}")
+    return cast("dict[str, Any]", value)
+
+
+def error_text(reply: httpx.Response) -> str:
+    """The words of {"message": s}, {"detail": s}, {"error": s} or {"error": {"message": s}}; else the body itself."""
+    try:
+        body: Any = reply.json()
+    except ValueError:
+        return reply.text[:_TEXT_MAX]
+    for name in ("error", "detail", "message"):
+        if isinstance(body, dict) and name in body:
+            body = cast("dict[str, Any]", body)[name]
+    return str(cast("object", body))[:_TEXT_MAX]
+
+
+def objects(value: Any) -> list[dict[str, Any]]:
+    """The objects of a JSON list; none of anything else."""
+    if not isinstance(value, list):
+        return []
+    entries = cast("Sequence[Any]", value)
+    return [cast("dict[str, Any]", entry) for entry in entries if isinstance(entry, dict)]
+
+
+def bearer(key_file: Path | None) -> dict[str, str]:
+    """The header of a key that is read again at every call, so it can be rotated. Raises EngineAuthRefused."""
+    if key_file is None:
+        return {}
+    try:
+        return {"authorization": f"Bearer {key_file.read_text().strip()}"}
+    except OSError as error:
+        raise EngineAuthRefused(f"the key {key_file} cannot be read: {error.strerror}") from error
+
+
+def is_our_fault(error: BaseException | None) -> bool:
+    """True if our key, or a want of this process's own (descriptors, ports, memory), is behind it."""
+    if isinstance(error, EngineAuthRefused):
+        return True
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _LOCAL_WANTS:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
