@@ -46,7 +46,7 @@ class MemoryServiceNotStarted(AgentError):
 
 def service_socket(data_dir: Path, device_id: str) -> Path:
     """Short, since the path of a Unix socket is, and the same whatever the order of the devices."""
-    return data_dir / f"memory-{hashlib.sha256(device_id.encode()).hexdigest()[:8]}.sock"
+    return data_dir / "memory" / f"{hashlib.sha256(device_id.encode()).hexdigest()[:8]}.sock"
 
 
 class MemoryServiceKeeper:

@@ -205,7 +205,7 @@ class AgentNode:
             await wait_exited(process, 10)
         for child in self._children:
             await asyncio.to_thread(child.wait, 10)
-        for socket_path in (self.root / "agent").glob("memory-*.sock"):
+        for socket_path in (self.root / "agent").glob("memory/*.sock"):
             await self._end_process_of(socket_path)
         gate = GatewayGate(self.root / "agent" / "gateway.sock")
         try:
@@ -234,8 +234,12 @@ class AgentNode:
     async def ready(self, *names: str) -> None:
         for name in names or [engine.name for engine in self.engines]:
             keeper = self.keeper(name)
+
+            def routed(keeper: EngineKeeper = keeper) -> bool:
+                return keeper.verified and keeper.gate_state is GateState.OPEN
+
             await wait_until_async(
-                lambda keeper=keeper: keeper.verified and keeper.gate_state is GateState.OPEN,
+                routed,
                 60,
                 f"engine {name} verified and open (state {keeper.state}, {keeper.reason})",
             )

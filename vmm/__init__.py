@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .pool_like import PoolLike
     from .ranks import RankedRuntime, RankFollower, RankSettings
     from .runtime import MemoryStatus, Runtime
+    from .service.pool import ServicePool
     from .signing import ControlAuthError, RequestVerifier, new_headers, sign
     from .sleep_config import InvalidSleepConfig, SleepConfig
     from .statistics import TagStatistics
@@ -93,6 +94,7 @@ _MODULE_OF: Final = {
     "RestoreMode": "tags",
     "Runtime": "runtime",
     "RuntimeFailed": "errors",
+    "ServicePool": "service.pool",
     "SleepConfig": "sleep_config",
     "TagStatistics": "statistics",
     "TransitionInProgress": "errors",
@@ -149,6 +151,7 @@ __all__ = [
     "RestoreMode",
     "Runtime",
     "RuntimeFailed",
+    "ServicePool",
     "SleepConfig",
     "TagStatistics",
     "TransitionInProgress",

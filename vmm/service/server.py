@@ -120,7 +120,9 @@ def _lock(path: Path) -> int:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.parent.stat()
-        if status.st_uid == os.geteuid() and status.st_mode & 0o077:
+        if status.st_uid != os.geteuid():
+            raise SocketTaken(f"socket {path}: its folder belongs to user {status.st_uid}; use one of your own")
+        if status.st_mode & 0o077:
             raise SocketTaken(f"socket {path}: its folder is open to others; chmod 700 {path.parent}")
         fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
