@@ -5,10 +5,10 @@ Where one cannot run, it says why: no figure is better than a made-up one.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from typing import Any, Final
 
 _SECONDS_MAX: Final = 300.0
@@ -54,7 +54,7 @@ def peers(nbytes: int = 1 << 30) -> dict[str, dict[str, Any]]:
 
 
 def _measure(package: str, script: str, nbytes: int) -> dict[str, Any]:
-    missing = [name for name in ("torch", package) if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("torch", package) if find_spec(name) is None]
     if missing:
         return {"not_run": f"{' and '.join(missing)} not installed"}
     if not _has_gpu():

@@ -57,12 +57,12 @@ def test_seconds_are_medians_and_targets_go_by_the_best() -> None:
 
 
 def test_what_is_not_here_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(memory_peers, "find_spec", lambda name: None)
     assert memory_peers.peers() == {
         "torch_memory_saver": {"not_run": "torch and torch_memory_saver not installed"},
         "vllm": {"not_run": "torch and vllm not installed"},
     }
-    monkeypatch.setattr(memory_peers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(memory_peers, "find_spec", lambda name: object())
     monkeypatch.setattr(memory_peers, "_has_gpu", lambda: False)
     assert memory_peers.peers()["vllm"] == {"not_run": "no CUDA device here"}
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 20)
@@ -70,7 +70,7 @@ def test_what_is_not_here_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_peer_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_peers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(memory_peers, "find_spec", lambda name: object())
     monkeypatch.setattr(memory_peers, "_has_gpu", lambda: True)
     scripts = {"vllm": "raise SystemExit('no kernel')", "torch_memory_saver": "print('{\"first_park\": 1.5}')"}
     monkeypatch.setattr(memory_peers, "SCRIPTS", scripts)
