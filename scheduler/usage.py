@@ -49,6 +49,8 @@ def told(tail: Sequence[Span], said: Span, *, live: bool) -> list[Span]:
             spans[-1] = replace(before, ended_at=None)
         else:
             spans.append(unseen)
+    if spans and _skips(spans[-1], said):
+        spans = lost_sight(spans, spans[-1].started_at)
     spans = _with(spans, said)
     if unseen is not None and not live:
         spans = lost_sight(spans, unseen.started_at)
@@ -68,6 +70,11 @@ def lost_sight(tail: Sequence[Span], at: float) -> list[Span]:
 def _follows(before: Span, said: Span) -> bool:
     """By the same process, and nothing that it said in between is missing."""
     return bool(said.start_id) and (before.start_id, before.report_no + 1) == (said.start_id, said.report_no)
+
+
+def _skips(before: Span, said: Span) -> bool:
+    """By the same process, which has said something in between that never came: what was until then is not known."""
+    return bool(said.start_id) and before.start_id == said.start_id and said.report_no > before.report_no + 1
 
 
 def _with(spans: list[Span], said: Span) -> list[Span]:

@@ -46,6 +46,11 @@ class World:
         self.reports += 1
         self.said.append(Span(self.now, None, self.holds, start_id=self.start_id, report_no=self.reports))
 
+    def forget(self) -> None:
+        """A full disk, or too long a time without a server: an observation that was not sent is dropped."""
+        if self.sent < len(self.said) - 1:
+            del self.said[self.rng.randrange(self.sent, len(self.said) - 1)]
+
     def hear(self) -> None:
         """The server takes what it has not taken."""
         for span in self.said[self.sent :]:
@@ -108,7 +113,9 @@ def lived(world: World) -> None:
     for _ in range(world.rng.randint(5, 60)):
         world.now += world.rng.choice([0.5, 1.0, 3.0, 12.0])
         world.beat()
-        act = world.rng.choice([world.start, world.die, world.change, world.change, world.cut, world.connect])
+        act = world.rng.choice(
+            [world.start, world.die, world.change, world.change, world.cut, world.connect, world.forget]
+        )
         act()
         world.doubt()
     world.now += 1.0
@@ -133,7 +140,7 @@ def test_history_is_what_was(rng: random.Random) -> None:
         if before.started_at == after.started_at:
             continue
         shown = next(s for s in spans if s.started_at <= middle and (s.ended_at is None or middle < s.ended_at))
-        if before.start_id == after.start_id:
+        if (before.start_id, before.report_no + 1) == (after.start_id, after.report_no):
             assert shown.kind is before.kind, "one process watched all the time"
             continue
         assert shown.kind in (before.kind, OccupancyKind.UNKNOWN)
@@ -141,6 +148,8 @@ def test_history_is_what_was(rng: random.Random) -> None:
         silences = [seen for seen in world.losses if seen < heard and not any(seen < at < heard for at in world.hears)]
         if any(middle > max(seen, before.started_at) for seen in silences):
             assert shown.kind is OccupancyKind.UNKNOWN, f"nobody saw the device at {middle}"
+        if before.start_id == after.start_id and not silences:
+            assert shown.kind is OccupancyKind.UNKNOWN, "what was said in between never came"
 
 
 def test_a_gap_in_the_reports_of_one_process_stays_unknown() -> None:
@@ -155,6 +164,11 @@ def test_a_gap_in_the_reports_of_one_process_stays_unknown() -> None:
         (50.0, None, OccupancyKind.JOB),
     ]
     assert told(spans, replace(later, report_no=2), live=True)[0].ended_at == 50.0
+    heard = told(told([], first, live=True), later, live=True)
+    assert [(span.started_at, span.ended_at, span.kind) for span in heard[-2:]] == [
+        (10.0, 50.0, OccupancyKind.UNKNOWN),
+        (50.0, None, OccupancyKind.JOB),
+    ], "also one that nobody called silent"
 
 
 def test_the_last_word_of_a_process_that_died_unheard_says_nothing_of_what_came_after() -> None:
