@@ -123,7 +123,8 @@ class MemoryServiceKeeper:
     async def _start(self) -> ProcessIdentity:
         if (stuck := await asyncio.to_thread(self._by_pid_file)) is not None:
             raise MemoryServiceNotStarted(f"the memory service (pid {stuck.pid}) runs and does not answer; end it")
-        self.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self.socket.parent, self.state_dir):  # each by itself: parents would get no mode
+            folder.mkdir(mode=0o700, exist_ok=True)
         output = self.state_dir / "memory-service.out"
         process = self._spawn(output)
         # Our child, so it has to be reaped. Not by the event loop, whose child transports kill at their end.
