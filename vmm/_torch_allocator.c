@@ -24,7 +24,7 @@
 #include <time.h>
 
 #define API __attribute__((visibility("default")))
-#define GROUPS_MAX 64
+#define GROUPS_MAX 1024
 #define SPACES_MAX 256
 #define BUCKETS 1024
 #define REASON_BYTES 256

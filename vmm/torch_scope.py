@@ -39,6 +39,7 @@ def host_tensor(
     pool: Pool, shape: Sequence[int], dtype: torch.dtype, tag: str, mode: RestoreMode | None = None
 ) -> torch.Tensor:
     """A zeroed tensor in an allocation of its own."""
+    _require_host(pool)
     count = math.prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -75,6 +76,7 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torc
 def _move(
     tensors: Iterable[tuple[str, torch.Tensor]], pool: Pool, tag: str, mode: RestoreMode | None
 ) -> Allocation | None:
+    _require_host(pool)
     storages = _unique_storages(tensors)
     if not storages:
         return None
@@ -88,6 +90,11 @@ def _move(
         for storage, offset in zip(storages, offsets, strict=True):
             exchange(storage, _buffer(allocation, offset, storage.nbytes()))
     return allocation
+
+
+def _require_host(pool: Pool) -> None:
+    if not isinstance(pool.driver, HostDriver):
+        raise ValueError(f"the pool is on device {pool.driver.device_uuid}; make tensors there inside pool.torch_scope")
 
 
 def _unique_storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[torch.UntypedStorage]:

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 
 from lull.vmm import torch_scope
+from lull.vmm.cuda_driver import CudaDriver
 from lull.vmm.host_driver import HostDriver
 from lull.vmm.pool import Pool
 from lull.vmm.tags import RestoreMode
+from tests.fake_cuda.library import FakeCuda
 from tests.memory import GRANULE_BYTES
 
 
@@ -83,6 +86,16 @@ def test_nothing_to_move(pool: Pool) -> None:
 def test_only_host_tensors_move(pool: Pool) -> None:
     with pytest.raises(ValueError, match=r"0\.weight is on meta"):
         torch_scope.move_module(torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta")), pool, "model_weights")
+
+
+def test_only_a_host_pool_takes_host_tensors(fake_cuda: FakeCuda) -> None:
+    pool = Pool(CudaDriver(CudaDriver.devices()[0]))
+    for move in (
+        lambda: torch_scope.move_module(torch.nn.Linear(2, 2), pool, "model_weights"),
+        lambda: torch_scope.host_tensor(pool, (2,), torch.float32, "model_weights"),
+    ):
+        with pytest.raises(ValueError, match=r"make tensors there inside pool\.torch_scope"):
+            move()
 
 
 def test_a_module_that_does_not_fit_stays_where_it_is(pool: Pool, driver: HostDriver) -> None:
