@@ -9,7 +9,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check types format clean
+.PHONY: help demo test test-long check types mypy pyright format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -32,8 +32,13 @@ check: $(TEST_STAMP)  ## Lint, types, import arrows
 	$(MAKE) --no-print-directory types
 	$(BIN)/lint-imports
 
-types: $(TEST_STAMP)  ## mypy and pyright, both strict
+types: $(TEST_STAMP)  ## mypy and pyright: strict, tests as `basic` does
+	$(MAKE) --no-print-directory --jobs 2 --output-sync mypy pyright
+
+mypy: $(TEST_STAMP)
 	$(BIN)/mypy
+
+pyright: $(TEST_STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(TEST_STAMP)  ## Format and sort imports

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,7 @@ class Box:
                     process.wait(10)
         for found in self._left():
             send_signal(found, signal.SIGKILL)
-            wait_until(lambda found=found: not is_same(found), 10, f"process {found.pid} gone")
+            wait_until(partial(_gone, found), 10, f"process {found.pid} gone")
 
     def _left(self) -> list[ProcessIdentity]:
         """Engines, gateway, runners and jobs of this box, by what only they carry."""
@@ -202,6 +203,10 @@ class Box:
         if pid_file.exists() and (gateway := identity(int(pid_file.read_text().split()[0]))):
             found.append(gateway)
         return [one for one in found if is_same(one)]
+
+
+def _gone(process: ProcessIdentity) -> bool:
+    return not is_same(process)
 
 
 @contextmanager

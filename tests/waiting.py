@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def wait_until(look: Callable[[], T], seconds: float, what: str) -> T:
 async def wait_until_async(look: Callable[[], Awaitable[T]], seconds: float, what: str) -> T: ...
 @overload
 async def wait_until_async(look: Callable[[], T], seconds: float, what: str) -> T: ...
-async def wait_until_async(look: Callable[[], T | Awaitable[T]], seconds: float, what: str) -> T:
+async def wait_until_async(look: Callable[[], Any], seconds: float, what: str) -> Any:
     """Like wait_until, for a look that may be a coroutine."""
     deadline = time.monotonic() + seconds
     while True:

@@ -132,7 +132,7 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
             .where(jobs.c.id.in_(action.later_job_ids), jobs.c.state == JobState.QUEUED.value)
             .values(assigned_loan_id=loan_id)
         )
-    first = _that_fit(specs)
+    first, needs = _that_fit(specs), action.need_bytes_by_device
     order = wire.OpenLoan(
         loan_id=loan_id,
         epoch=epoch,
@@ -141,7 +141,7 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
         need_bytes=action.need_bytes,
         restore_by_seconds=action.restore_by_seconds,
         expects_more=bool(action.later_job_ids),
-        need_bytes_by_device=None if action.need_bytes_by_device is None else dict(action.need_bytes_by_device),
+        need_bytes_by_device=None if needs is None else {str(each): nbytes for each, nbytes in needs.items()},
         policies=policies,
         attempts=specs[:first],
     )

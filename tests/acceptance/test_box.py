@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from lull.agents.protocol.loans import LoanStep
 from lull.api.client import ProblemError
 from tests.box import MIB, Box, box
 from tests.tracing import held_at_its_end
@@ -165,7 +166,9 @@ def test_an_engine_killed_while_parked_comes_back_after_the_job(it: Box, pipe: P
     golden = ask(it).json()["choices"]
     job = waiting_job(it, pipe)
     until_up(it, pipe)
-    pid = int(it.client.engine("alpha").incarnation.split(":")[1])
+    incarnation = it.client.engine("alpha").incarnation
+    assert incarnation is not None
+    pid = int(incarnation.split(":")[1])
     os.kill(pid, signal.SIGKILL)
     it.until(lambda: it.client.engine("alpha").state == "gone", "the engine's death is seen")
     assert it.client.job(job).state == "running"
@@ -187,8 +190,8 @@ def test_two_jobs_that_fit_run_under_one_park(it: Box) -> None:
     it.until_quiet()
     (loan_id,) = {loan.id for loan in it.loans()} - before
     steps = it.client.loan(loan_id).steps
-    assert [step.step for step in steps].count("park_sent") == 1
-    assert [step.step for step in steps].count("spawned") == 2
+    assert [step.step for step in steps].count(LoanStep.PARK_SENT) == 1
+    assert [step.step for step in steps].count(LoanStep.SPAWNED) == 2
 
 
 @pytest.mark.parametrize(

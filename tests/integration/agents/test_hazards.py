@@ -270,6 +270,7 @@ def test_an_order_that_cannot_be_read_does_not_hold_up_those_behind_it() -> None
     order = {"kind": "set_policy", "engine_id": "e", "version": 2, "policy": policy}
     envelope = read_order(json.dumps({"seq": 7, "term": 3, "incarnation": 2, "order": order}).encode())
     assert (envelope.seq, envelope.term, envelope.incarnation) == (7, 3, 2)
+    assert envelope.order is not None
     assert envelope.order.kind.startswith("unreadable set_policy")
     answer = {"incarnation": 1, "term": 1, "lease_seconds": 30, "orders_after": 0, "acknowledged": 0}
     good = {"engine_id": "f", "version": 1, "policy": EnginePolicy().model_dump(mode="json")}

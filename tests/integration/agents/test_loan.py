@@ -367,8 +367,7 @@ async def test_several_jobs_run_under_one_park(tmp_path: Path) -> None:
     async with agent_node(tmp_path) as node:
         beside = [node.job(WAITS, hbm_bytes=2 * MIB), node.job(WAITS, hbm_bytes=2 * MIB)]
         await node.open_loan(*beside)
-        for job in beside:
-            await node.until(lambda job=job: node.log_of(job.attempt_id) == b"up\n", "both run at once")
+        await node.until(lambda: {node.log_of(job.attempt_id) for job in beside} == {b"up\n"}, "both run at once")
         later = node.job([sys.executable, "-c", "print('later')"])
         await node.order(StartAttempt(loan_id="loan-1", attempt=later))
         await node.until(lambda: node.attempt_end(later.attempt_id), "a third one ran in the same loan")

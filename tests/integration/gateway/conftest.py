@@ -106,6 +106,7 @@ async def start(sockets: Path) -> AsyncIterator[Start]:
     ) -> World:
         state_dir = sockets / "state"
         control = sockets / "control.sock"
+        bounds: dict[str, Any] = {"stop_seconds_max": 2.0, "abort_seconds_max": 1.0, **limits}
         settings = GatewaySettings(
             host="127.0.0.1",
             port=0,
@@ -113,7 +114,7 @@ async def start(sockets: Path) -> AsyncIterator[Start]:
             state_dir=state_dir,
             pid_file=state_dir / "gateway.pid",
             reuse_connections=reuse,
-            limits=Limits(**{"stop_seconds_max": 2.0, "abort_seconds_max": 1.0, **limits}),
+            limits=Limits(**bounds),
         )
         engine = await RecordingEngine().start(**(server or {}))
         engines.append(engine)

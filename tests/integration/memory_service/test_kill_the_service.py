@@ -53,6 +53,7 @@ def test_an_engine_outlives_its_service_at_every_step(tmp_path: Path) -> None:
             if service.process is not None and service.process.poll() is not None:
                 service.start()
             pool = wait_until(lambda: _unused(service), 10, "the engine forgotten")
+            assert pool is not None
             used_bytes = device.capacity_bytes - device.free_bytes()
             assert used_bytes == pool["resident_bytes"]
             assert used_bytes in (0, DEVICE_BYTES)

@@ -36,7 +36,7 @@ FIELDS = st.sampled_from(
         *("key", "offset", "value", "after", "mode", "keep_backup", "reserved_bytes", "more"),
     ]
 )
-VALUES = st.one_of(
+VALUES: st.SearchStrategy[object] = st.one_of(
     st.integers(-2, 5),
     st.sampled_from([1 << 62, -(1 << 70), 1e300, "w", "x" * 200, "read_only", "parked", "CPU", None, [], {}, True]),
     st.text(max_size=5),
@@ -80,7 +80,7 @@ def test_bytes_that_are_no_frames_end_one_connection(module_world: World, data: 
 def test_requests_that_make_no_sense_end_one_connection(
     module_world: World, requests: list[tuple[str, dict[str, object]]], begins: bool, with_fd: bool
 ) -> None:
-    messages: list[dict[str, object]] = [HELLO] if begins else []
+    messages: list[dict[str, object]] = [{**HELLO}] if begins else []
     messages += [{**fields, "op": op} for op, fields in requests]
     frames = [protocol.pack(message) for message in messages]
     fds = (module_world.clients.process.stdin.fileno(),) if with_fd else ()  # type: ignore[union-attr]

@@ -258,7 +258,8 @@ def test_only_writers_write_and_only_readers_park(world: World) -> None:
         with pytest.raises(WrongLock):
             act()
     client = writer._there.client
-    for op, fields in (("free", {"slot": 0}), ("commit", {}), ("delete", {"key": "x"})):
+    refused: list[tuple[str, dict[str, Any]]] = [("free", {"slot": 0}), ("commit", {}), ("delete", {"key": "x"})]
+    for op, fields in refused:
         with pytest.raises(WrongLock):
             client.ask(op, **fields)
     other = world.attach()

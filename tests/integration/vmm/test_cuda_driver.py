@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -39,8 +40,7 @@ def mapped(driver: CudaDriver, granules: int = 1) -> Mapped:
 
 def binding() -> SimpleNamespace:
     """cuda-python, for what an engine does beside us."""
-    from cuda.bindings import driver as cuda
-
+    cuda = import_module("cuda.bindings.driver")
     return SimpleNamespace(
         current=lambda: int(cuda.cuCtxGetCurrent()[1]),
         retain=lambda ordinal: cuda.cuDevicePrimaryCtxRetain(ordinal)[1],

@@ -104,7 +104,7 @@ def run_every_verb(driver: CudaDriver) -> None:
         undo.all()
 
 
-def calls_of(fake: FakeCuda, work: Callable[[], None]) -> int:
+def calls_of(fake: FakeCuda, work: Callable[[], object]) -> int:
     before = fake.calls("*")
     work()
     return fake.calls("*") - before

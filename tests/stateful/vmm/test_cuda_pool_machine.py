@@ -49,7 +49,7 @@ class CudaPoolMachine(PoolMachine):
         self.driver = FaultyCudaDriver(uuid)  # type: ignore[assignment]
         self.driver.fake = self.fake  # type: ignore[attr-defined]
         self.neighbour = CudaDriver(uuid)  # type: ignore[assignment]
-        self.device = self.neighbour  # type: ignore[assignment]  for its capacity and free bytes
+        self.device = self.neighbour  # type: ignore[assignment] # for its capacity and free bytes
 
     def inject(self, chosen: list[tuple[str, int]]) -> None:
         for verb, nth_call in chosen:

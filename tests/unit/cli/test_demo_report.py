@@ -121,14 +121,24 @@ def with_loan(facts: Facts, **changes: Any) -> None:
     facts.loan = facts.loan.model_copy(update=changes)
 
 
+def with_job(facts: Facts, **changes: object) -> None:
+    assert facts.job is not None
+    facts.job = facts.job.model_copy(update=changes)
+
+
+def asked(facts: Facts) -> Asked:
+    assert facts.before is not None
+    return facts.before
+
+
 BROKEN: dict[str, tuple[Callable[[Facts], None], str]] = {
     "a request failed": (
         lambda f: with_record(f, status=503, error="status 503"),
         "1 of 40 requests failed: status 503",
     ),
     "a request got lost": (lambda f: with_record(f, ended=None, status=None), "requests failed: no answer"),
-    "another answer": (lambda f: setattr(f, "after", Asked({"alpha": 1}, f.before.addresses)), "fixed prompt"),
-    "other addresses": (lambda f: setattr(f, "after", Asked(f.before.answers, {})), "other addresses"),
+    "another answer": (lambda f: setattr(f, "after", Asked({"alpha": 1}, asked(f).addresses)), "fixed prompt"),
+    "other addresses": (lambda f: setattr(f, "after", Asked(asked(f).answers, {})), "other addresses"),
     "no answer at all": (lambda f: setattr(f, "after", None), "fixed prompt"),
     "memory kept": (
         lambda f: setattr(f, "samples", [sample(1, alpha=MIB, job=NEED_BYTES)]),
@@ -142,7 +152,7 @@ BROKEN: dict[str, tuple[Callable[[Facts], None], str]] = {
     "job never seen": (lambda f: setattr(f, "samples", [sample(1)]), "never seen with device memory"),
     "job read garbage": (lambda f: setattr(f, "job_output", '{"wrong_blocks": 4}'), "4 blocks"),
     "job said nothing": (lambda f: setattr(f, "job_output", ""), "None blocks"),
-    "job failed": (lambda f: setattr(f, "job", f.job.model_copy(update={"exit_code": 3})), "exit code 3"),
+    "job failed": (lambda f: with_job(f, exit_code=3), "exit code 3"),
     "loan ended otherwise": (
         lambda f: with_loan(f, reason=ReasonView(code="HBMNotFreed", sentence="memory not free")),
         "memory not free",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_a_bad_fault_names_the_option(text: str) -> None:
         ({"restore_modes": parse_restore_modes(["model_weights=MEMSET"])}, "would lose the weights"),
     ],
 )
-def test_bad_settings_name_the_option(tmp_path: Path, change: dict[str, object], said: str) -> None:
+def test_bad_settings_name_the_option(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         small_settings(tmp_path, **change)
 

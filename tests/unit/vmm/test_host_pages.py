@@ -13,7 +13,8 @@ from lull.vmm import host_memory
 from lull.vmm.errors import OutOfHostMemory
 from lull.vmm.host_device import HostDevice
 from lull.vmm.host_driver import HostDriver
-from lull.vmm.host_pages import HUGE_BYTES, commit_pages, huge_mapped_bytes
+from lull.vmm.host_memory import HUGE_BYTES
+from lull.vmm.host_pages import commit_pages, huge_mapped_bytes
 from lull.vmm.pool import Pool
 from tests.memory import mapped_memfds, memfd_bytes, read
 

@@ -83,7 +83,9 @@ def test_backups_are_pinned_where_that_is_preferred(driver: HostDriver, prefer: 
 
 def test_the_driver_says_what_it_prefers(driver: HostDriver) -> None:
     class Quick(HostDriver):
-        prefers_pinned = True
+        @property
+        def prefers_pinned(self) -> bool:
+            return True
 
     pool = Pool(Quick(driver.device, granularity_bytes=GRANULE_BYTES))
     assert pool.allocate(1, "model").mode is RestoreMode.PINNED

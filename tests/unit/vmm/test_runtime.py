@@ -34,6 +34,12 @@ def runtime(pool: Pool) -> Runtime:
     return Runtime(pool, drain_seconds_max=10)
 
 
+def pool_of(runtime: Runtime, number: int = 0) -> Pool:
+    pool = runtime.pools[number]
+    assert isinstance(pool, Pool)
+    return pool
+
+
 def parked(*tags: str) -> MemoryStatus:
     return MemoryStatus(MemoryState.PARKED, tags)
 
@@ -44,7 +50,7 @@ def test_release_and_resume_of_everything(runtime: Runtime, driver: HostDriver) 
     assert driver.free_bytes() == driver.capacity_bytes
     runtime.resume()
     assert runtime.status() == RUNNING
-    assert read(runtime.pools[0].allocations("model")[0])[:7] == b"weights"
+    assert read(pool_of(runtime).allocations("model")[0])[:7] == b"weights"
 
 
 def test_repeats_and_subsets_are_no_change(runtime: Runtime, driver: HostDriver) -> None:
@@ -176,7 +182,7 @@ def test_a_failing_resume_hook_leaves_everything_parked(runtime: Runtime, driver
     assert driver.free_bytes() == driver.capacity_bytes - GRANULE_BYTES
     failing.append(False)
     runtime.resume()
-    assert read(runtime.pools[0].allocations("model")[0])[:7] == b"weights"
+    assert read(pool_of(runtime).allocations("model")[0])[:7] == b"weights"
 
 
 def test_out_of_host_memory_goes_back_to_running(driver: HostDriver) -> None:
@@ -200,7 +206,7 @@ def test_out_of_device_memory_stays_parked_and_can_be_repeated(runtime: Runtime,
     driver.release(borrowed)
     runtime.resume()
     assert runtime.status() == RUNNING
-    assert read(runtime.pools[0].allocations("model")[0])[:7] == b"weights"
+    assert read(pool_of(runtime).allocations("model")[0])[:7] == b"weights"
 
 
 def test_failed_is_for_good(runtime: Runtime, driver: HostDriver) -> None:
@@ -249,15 +255,16 @@ def pair(tmp_path: Path) -> list[HostDriver]:
 
 @pytest.fixture
 def both(pair: list[HostDriver]) -> Runtime:
-    runtime = Runtime([Pool(driver) for driver in pair])
-    for number, pool in enumerate(runtime.pools):
+    pools = [Pool(driver) for driver in pair]
+    runtime = Runtime(pools)
+    for number, pool in enumerate(pools):
         write(pool.allocate(GRANULE_BYTES, "model"), f"device {number}".encode())
         pool.allocate(GRANULE_BYTES, "kv_cache", RestoreMode.NONE)
     return runtime
 
 
 def contents(runtime: Runtime) -> list[bytes]:
-    return [read(pool.allocations("model")[0])[:8] for pool in runtime.pools]
+    return [read(pool_of(runtime, number).allocations("model")[0])[:8] for number in range(len(runtime.pools))]
 
 
 def test_all_devices_park_and_wake_together(both: Runtime, pair: list[HostDriver]) -> None:
@@ -306,7 +313,7 @@ def test_a_parked_device_that_cannot_come_back_is_a_failure(both: Runtime, pair:
     with pytest.raises(ContentsLost, match=r"still parked \[kv_cache, model\]"):
         both.release()
     assert both.status().state is MemoryState.FAILED
-    assert bytes(both.pools[0].backup_views("model")[0][:8]) == b"device 0"
+    assert bytes(pool_of(both).backup_views("model")[0][:8]) == b"device 0"
 
 
 def test_a_wake_that_can_be_undone_on_one_device_only_is_a_failure(both: Runtime, pair: list[HostDriver]) -> None:
