@@ -6,6 +6,7 @@ import ctypes
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
