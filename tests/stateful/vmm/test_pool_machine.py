@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from lull.vmm.blocks import Allocation
-from lull.vmm.driver import Handle
+from lull.vmm.driver import Access, Handle
 from lull.vmm.errors import ContentsLost, DriverError, LullMemoryError, OutOfDeviceMemory
 from lull.vmm.host_device import HostDevice
 from lull.vmm.host_driver import VERBS, HostDriver
@@ -132,6 +132,44 @@ class PoolMachine(RuleBasedStateMachine):
         finally:
             self.driver.clear_faults()
 
+    @precondition(lambda self: self.failed is None)
+    @rule(
+        target=allocations,
+        pages=st.integers(1, 3),
+        tag=st.sampled_from(TAGS),
+        mode=st.sampled_from(RestoreMode),
+    )
+    def adopt(self, pages: int, tag: str, mode: RestoreMode) -> Allocation | MultipleResults[Allocation]:
+        """Memory that another allocator has made."""
+        nbytes = pages * PAGE_BYTES
+        if tag in self.parked:
+            return multiple()
+        try:
+            handle = self.driver.create(nbytes)
+        except OutOfDeviceMemory:
+            return multiple()
+        address = self.driver.reserve(nbytes)
+        self.driver.map(address, nbytes, handle)
+        self.driver.set_access(address, nbytes, Access.READ_WRITE)
+        allocation = Allocation(address, nbytes - 5, nbytes, tag, mode)
+        self.pool.adopt(allocation, handle)
+        self.model[allocation] = Expected(address, bytes(nbytes - 5))
+        return allocation
+
+    @precondition(lambda self: self.failed is None)
+    @rule(allocation=allocations)
+    def forget(self, allocation: Allocation) -> None:
+        """Whoever made it takes it back, live or parked."""
+        if allocation not in self.model or allocation in self.leaving:
+            return
+        handle = self.pool.forget(allocation)
+        assert (handle is None) is (allocation.tag in self.parked)
+        if handle is not None:
+            self.driver.unmap(allocation.address, allocation.reserved_bytes)
+            self.driver.release(handle)
+        self.driver.free_address(allocation.address, allocation.reserved_bytes)
+        del self.model[allocation]
+
     @rule(target=borrowed, pages=st.integers(1, DEVICE_PAGES))
     def neighbour_takes(self, pages: int) -> Handle | MultipleResults[Handle]:
         try:
@@ -177,6 +215,36 @@ class PoolMachine(RuleBasedStateMachine):
             pass  # still parked: the invariants say so
         else:
             self.parked.difference_update(self.parked if tags is None else tags)
+        finally:
+            self.driver.clear_faults()
+
+    @precondition(lambda self: self.failed is None and not self.parked)
+    @rule(tags=tag_sets, chosen=faults)
+    def abort_a_release(self, tags: list[str], chosen: list[tuple[str, int]]) -> None:
+        """Whether it can be prepared or not: nothing has changed, of no mode's contents."""
+        self.inject(chosen)
+        try:
+            prepared = self.runtime.prepare_release(tags)
+        except LullMemoryError as error:
+            assert not isinstance(error, ContentsLost)  # noqa: PT017  any other is welcome
+            prepared = False
+        finally:
+            self.driver.clear_faults()
+        if prepared:
+            self.runtime.abort_release()
+
+    @precondition(lambda self: self.failed is None and self.parked)
+    @rule(tags=st.none() | tag_sets, chosen=faults)
+    def abort_a_resume(self, tags: list[str] | None, chosen: list[tuple[str, int]]) -> None:
+        self.inject(chosen)
+        try:
+            if self.runtime.prepare_resume(tags):
+                self.driver.clear_faults()
+                self.runtime.abort_resume()
+        except ContentsLost as error:
+            self.failed = error
+        except LullMemoryError:
+            pass  # still parked: the invariants say so
         finally:
             self.driver.clear_faults()
 
