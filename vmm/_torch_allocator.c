@@ -219,6 +219,7 @@ static void no_longer_busy(Group *group)
     pthread_mutex_unlock(&lock);
 }
 
+/* Up to the first step that fails: what was done until then stands in the entry. */
 static CUresult make(const Group *group, Entry *entry, const char **what)
 {
     CUmemAllocationProp prop = {
@@ -226,20 +227,45 @@ static CUresult make(const Group *group, Entry *entry, const char **what)
     prop.flags.gpuDirectRDMACapable = group->rdma != 0;
     CUmemAccessDesc access = {.location = {ON_DEVICE, group->device}, .flags = READ_WRITE};
     size_t nbytes = entry->reserved_bytes;
-    CUresult error = cu.cuMemAddressReserve(&entry->address, nbytes, group->granularity, 0, 0);
-    *what = "cuMemAddressReserve";
+    void *popped;
+    CUresult error = cu.cuCtxPushCurrent_v2(group->context);
+    *what = "cuCtxPushCurrent";
     if (error) return error;
-    *what = "cuMemCreate";
-    if (!(error = cu.cuMemCreate(&entry->handle, nbytes, &prop, 0))) {
-        *what = "cuMemMap";
-        if (!(error = cu.cuMemMap(entry->address, nbytes, 0, entry->handle, 0))) {
-            *what = "cuMemSetAccess";
-            if (!(error = cu.cuMemSetAccess(entry->address, nbytes, &access, 1))) return OK;
-            cu.cuMemUnmap(entry->address, nbytes);
-        }
-        cu.cuMemRelease(entry->handle);
+    *what = "cuMemAddressReserve";
+    if ((error = cu.cuMemAddressReserve(&entry->address, nbytes, group->granularity, 0, 0))) entry->address = 0;
+    if (!error) {
+        *what = "cuMemCreate";
+        if ((error = cu.cuMemCreate(&entry->handle, nbytes, &prop, 0))) entry->handle = 0;
     }
-    cu.cuMemAddressFree(entry->address, nbytes);
+    if (!error) error = cu.cuMemMap(entry->address, nbytes, 0, entry->handle, 0), *what = "cuMemMap";
+    if (!error) {
+        entry->mapped = 1;
+        *what = "cuMemSetAccess";
+        error = cu.cuMemSetAccess(entry->address, nbytes, &access, 1);
+    }
+    cu.cuCtxPopCurrent_v2(&popped);
+    return error;
+}
+
+/* Takes the entry's memory down step by step; what is down stays so if a later step fails. */
+static CUresult unmake(const Group *group, Entry *entry, const char **what)
+{
+    void *popped;
+    CUresult error = cu.cuCtxPushCurrent_v2(group->context);
+    *what = "cuCtxPushCurrent";
+    if (error) return error;
+    /* Torch hands segments back without waiting for kernels that still use them. */
+    if (entry->mapped) error = cu.cuCtxSynchronize(), *what = "cuCtxSynchronize";
+    if (entry->mapped && !error) {
+        *what = "cuMemUnmap";
+        if (!(error = cu.cuMemUnmap(entry->address, entry->reserved_bytes))) entry->mapped = 0;
+    }
+    if (entry->handle && !error) {
+        *what = "cuMemRelease";
+        if (!(error = cu.cuMemRelease(entry->handle))) entry->handle = 0;
+    }
+    if (!error) error = cu.cuMemAddressFree(entry->address, entry->reserved_bytes), *what = "cuMemAddressFree";
+    cu.cuCtxPopCurrent_v2(&popped);
     return error;
 }
 
@@ -270,58 +296,31 @@ API void *lull_allocator_malloc(ssize_t size, int device, void *stream)
     if (size <= 0) return outcome(OK, ""), NULL;
     if (admit(device, &group)) return NULL;
     Entry *entry = calloc(1, sizeof *entry);
-    void *address = NULL, *popped;
-    const char *what = "cuCtxPushCurrent";
-    CUresult error = entry ? cu.cuCtxPushCurrent_v2(group->context) : NO_HOST_MEMORY;
-    if (!entry) what = "no host memory for the allocator's table";
-    if (!error) {
+    const char *what = "no host memory for the allocator's table", *unused;
+    CUresult error = NO_HOST_MEMORY, left = OK;
+    if (entry) {
         entry->nbytes = (size_t)size;
         entry->reserved_bytes = ((size_t)size + group->granularity - 1) / group->granularity * group->granularity;
         entry->group = scope.group - 1;
         entry->space = scope.space;
         error = make(group, entry, &what);
-        cu.cuCtxPopCurrent_v2(&popped);
+        if (error && entry->address) left = unmake(group, entry, &unused);
     }
+    void *address = error ? NULL : (void *)(uintptr_t)entry->address;
     outcome(error, what);
     pthread_mutex_lock(&lock);
-    if (error) {
+    if (error && !left) {
         free(entry);
     } else {
         Entry **bucket = &buckets[entry->address / 4096 % BUCKETS];
-        address = (void *)(uintptr_t)entry->address;
-        entry->mapped = 1;
         entry->serial = ++serials;
+        entry->freed = error != OK; /* what could not be undone now is tried again at each thaw */
         entry->next = *bucket;
         *bucket = entry;
     }
     pthread_mutex_unlock(&lock);
     no_longer_busy(group);
     return address;
-}
-
-/* Takes the entry's memory down step by step; what is down stays so if a later step fails. */
-static CUresult unmake(const Group *group, Entry *entry, const char **what)
-{
-    void *popped;
-    CUresult error;
-    *what = "cuCtxPushCurrent";
-    if ((error = cu.cuCtxPushCurrent_v2(group->context))) return error;
-    /* Torch hands segments back without waiting for kernels that still use them. */
-    *what = "cuCtxSynchronize";
-    if (entry->mapped && !(error = cu.cuCtxSynchronize())) {
-        *what = "cuMemUnmap";
-        if (!(error = cu.cuMemUnmap(entry->address, entry->reserved_bytes))) entry->mapped = 0;
-    }
-    if (!error && entry->handle) {
-        *what = "cuMemRelease";
-        if (!(error = cu.cuMemRelease(entry->handle))) entry->handle = 0;
-    }
-    if (!error) {
-        *what = "cuMemAddressFree";
-        error = cu.cuMemAddressFree(entry->address, entry->reserved_bytes);
-    }
-    cu.cuCtxPopCurrent_v2(&popped);
-    return error;
 }
 
 /* The entry is ours alone (`freeing`), and the group is busy. */

@@ -10,16 +10,19 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lull.vmm import torch_allocator
 from lull.vmm.cuda_driver import CudaDriver
-from lull.vmm.errors import DriverError, LullMemoryError, OutOfDeviceMemory, TransitionInProgress
+from lull.vmm.errors import ContentsLost, DriverError, LullMemoryError, OutOfDeviceMemory, TransitionInProgress
 from lull.vmm.host_driver import HostDriver
 from lull.vmm.pool import Pool
 from lull.vmm.runtime import Runtime
 from lull.vmm.tags import RestoreMode
 from lull.vmm.torch_allocator import AllocatorGuest, guest_of, last_outcome
-from tests.fake_cuda.library import GRANULE_BYTES, FakeCuda
+from tests.fake_cuda.fixtures import reset_fake_cuda
+from tests.fake_cuda.library import GRANULE_BYTES, FakeCuda, load
 
 UNKNOWN_ERROR = 999
 ADDRESS_FREE = "cuMemAddressFree"
@@ -223,6 +226,72 @@ def test_a_transition_that_fails_leaves_the_allocator_right(
         assert last_outcome() == (0, "")
         free(made(100))
     assert fake_cuda.live("handles") == fake_cuda.live("reservations") == 0
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("malloc"), st.integers(1, 3 * GRANULE_BYTES)),
+    st.tuples(st.just("free"), st.integers(0, 20)),
+    st.tuples(st.just("fault"), st.integers(1, 12)),
+    st.tuples(st.sampled_from(["release", "resume", "abort_release", "abort_resume", "settle"]), st.just(0)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=st.lists(STEPS, max_size=30))
+def test_whatever_happens_contents_and_accounts_are_right(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
+) -> None:
+    """Also while the tag is parked or between prepare and abort, and with a driver that refuses at any call."""
+    fake = load()
+    with pytest.MonkeyPatch.context() as patch:
+        reset_fake_cuda(fake, patch, tmp_path_factory.mktemp("fake"))
+        pool = Pool(CudaDriver(CudaDriver.devices()[0]))
+        guest = guest_of(pool)
+        live: dict[int, bytes] = {}
+        with guest.scope("model_weights", RestoreMode.CPU):
+            for number, (step, argument) in enumerate(steps):
+                parked = bool(pool.parked_tags())
+                try:
+                    if step == "malloc" and (address := malloc(argument)) is not None:
+                        assert not parked
+                        assert address not in live
+                        live[address] = bytes([number + 1]) * argument
+                        ctypes.memmove(address, live[address], argument)
+                    elif step == "free" and live:
+                        address = sorted(live)[argument % len(live)]
+                        del live[address]
+                        free(address)
+                    elif step == "fault":
+                        fake.fail("*", UNKNOWN_ERROR, nth_call=argument)
+                    elif step == "settle":
+                        guest.settle()
+                    elif step == "abort_release":
+                        pool.prepare_release(["model_weights"])
+                        if live:
+                            live.pop(dropped := min(live))
+                            free(dropped)
+                        pool.abort_release()
+                    elif step == "abort_resume":
+                        pool.prepare_resume(["model_weights"])
+                        pool.abort_resume()
+                    elif step in {"release", "resume"}:
+                        getattr(pool, step)(["model_weights"])
+                except ContentsLost:
+                    break  # said, and the pool can do nothing more
+                except LullMemoryError:
+                    assert pool.failed is None
+                if not pool.parked_tags():
+                    assert all(ctypes.string_at(at, len(content)) == content for at, content in live.items())
+            fake.forget_faults()
+            if pool.failed is None:
+                pool.resume(["model_weights"])
+                assert all(ctypes.string_at(at, len(content)) == content for at, content in live.items())
+                for address in live:
+                    free(address)
+                pool.release([])
+                assert fake.live("handles") == fake.live("mappings") == fake.live("reservations") == 0
+        guest.close()
+        fake.reset()
 
 
 def test_who_is_in_no_scope_gets_nothing(guest: AllocatorGuest) -> None:
