@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import json
 import os
+import signal
 import threading
 import time
 import urllib.parse
@@ -83,6 +84,11 @@ class Memory:
         weights = self._kept["weights"]
         block = hashlib.sha256(self._seed.encode()).digest() * (weights.nbytes // 32)
         ctypes.memmove(weights.address, block, len(block))
+
+    def spoil(self) -> None:
+        """One wrong byte in the weights."""
+        weights = self._kept["weights"]
+        ctypes.memset(weights.address, 0xFF, 1)
 
     def free(self) -> None:
         """All of it, as the end of a process does."""
@@ -161,7 +167,9 @@ class StandIn:
 
     def write_call(self, request: Request) -> None:
         if self.options.calls is not None:
-            line = json.dumps({"method": request.method, "path": request.path, "body": request.body.decode()[:500]})
+            body = request.body.decode()[:500]
+            call = {"method": request.method, "path": request.path, "query": request.raw_query, "body": body}
+            line = json.dumps(call)
             with self.lock, open(self.options.calls, "a") as file:
                 file.write(line + "\n")
 
@@ -176,6 +184,7 @@ class Request:
         split = urllib.parse.urlsplit(target)
         self.method = method
         self.path = split.path
+        self.raw_query = split.query
         self.query = urllib.parse.parse_qs(split.query)
         self.headers = headers
         self.body = body
@@ -247,6 +256,9 @@ def main() -> None:
         stand_in = StandIn(options)
     except OutOfDeviceMemory as error:
         raise SystemExit(f"out of device memory: {error}") from error
+    if stand_in.has_fault("ends_at_start"):
+        raise SystemExit("CUDA error: out of memory")
+    signal.signal(signal.SIGTERM, lambda *_: None if stand_in.has_fault("ignores_sigterm") else os._exit(0))
     serve(stand_in, options.port)
 
 

@@ -34,6 +34,7 @@ class SglangServer(StandIn):
         super().__init__(options)
         self.replies = Replies("sglang")
         self.released: set[str] = set()
+        self.resumed = False
         self.running = threading.Event()  # cleared while generation is paused
         self.running.set()
         self.scheduler = threading.Lock()  # one control request after the other, as the scheduler takes them
@@ -150,6 +151,7 @@ class SglangServer(StandIn):
             except OutOfDeviceMemory:
                 self.die("torch_memory_saver: CUresult error result=2")
             self.released -= set(known)
+            self.resumed = True
 
     def update_weights(self, request: Request) -> Reply:
         if "weights" in self.released:
@@ -191,8 +193,10 @@ class SglangServer(StandIn):
         self.running.wait(60)  # the tokenizer's gate
         if self.released:
             return self.die("CUDA error: an illegal memory access was encountered")
-        if self.has_fault("answer_hangs"):
+        if self.resumed and self.has_fault("hangs_after_resume"):
             self.hanging.wait()
+        if self.resumed and self.has_fault("garbage_after_resume"):
+            self.memory.spoil()
         return super().complete(request)
 
 
