@@ -80,10 +80,16 @@ class BlockTable:
                 self._condition.notify_all()
 
     def add(self, block: Block) -> None:
+        """Its address may be that of a block which is leaving: the system gives a freed range out at once."""
         with self._condition:
-            if any(other.address == block.allocation.address for other in self._blocks):
-                raise ValueError(f"{block.allocation.address:#x} is in this pool already; forget it first")
             self._blocks[block.allocation] = block
+
+    def adopt(self, block: Block) -> None:
+        with self._condition:
+            address = block.allocation.address
+            if any(other.address == address for other in self._blocks if other not in self._freeing):
+                raise ValueError(f"{address:#x} is in this pool already; forget it first")
+            self.add(block)
 
     def require(self, allocation: Allocation) -> Block:
         with self._condition:

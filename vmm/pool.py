@@ -120,7 +120,7 @@ class Pool:
         if handle.nbytes != allocation.reserved_bytes:
             raise ValueError(f"the handle has {handle.nbytes} bytes and {allocation} says {allocation.reserved_bytes}")
         with self.changing_layout(allocation.tag):
-            self._table.add(Block(allocation, handle, mapped=True, contents_here=True))
+            self._table.adopt(Block(allocation, handle, mapped=True, contents_here=True))
 
     def forget(self, allocation: Allocation) -> Handle | None:
         """Gives an adopted allocation back to its allocator: its addresses, and the handle that is mapped there now.

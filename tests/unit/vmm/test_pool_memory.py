@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -371,6 +371,41 @@ def test_what_cannot_be_adopted(pool: Pool, driver: HostDriver, tmp_path: Path) 
         unified.adopt(allocation, handle)
     pool.adopt(allocation, handle)
     pool.free(allocation)
+
+
+class Reusing(HostDriver):
+    """Gives a freed range out again before the one who freed it has done anything more."""
+
+    freed: int | None = None
+    meanwhile: Callable[[], object] | None = None
+
+    def free_address(self, address: int, nbytes: int) -> None:
+        super().free_address(address, nbytes)
+        self.freed = address
+        if (meanwhile := self.meanwhile) is not None:
+            self.meanwhile = None
+            meanwhile()
+
+    def reserve(self, nbytes: int) -> int:
+        if self.freed is None:
+            return super().reserve(nbytes)
+        address, self.freed = self.freed, None
+        host_memory.map_pages(address, nbytes, host_memory.PROT_NONE, host_memory.RESERVED | host_memory.MAP_FIXED)
+        self._reserved[address] = nbytes
+        return address
+
+
+def test_an_address_can_be_taken_while_its_last_user_is_still_leaving(driver: HostDriver) -> None:
+    reusing = Reusing(driver.device, granularity_bytes=GRANULE_BYTES)
+    pool = Pool(reusing)
+    first = pool.allocate(1, "model")
+    reusing.meanwhile = lambda: pool.allocate(2, "model")
+    pool.free(first)
+    (second,) = pool.allocations()
+    assert (second.address, second.nbytes) == (first.address, 2)
+    pool.release(["model"])
+    pool.resume(["model"])
+    pool.close()
 
 
 # -- the layout after a wake
