@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, Literal
@@ -26,6 +27,7 @@ from . import agents, attempts, engines, events, jobs, loans, logs, nodes, schem
 from .auth import Authenticator
 from .middleware import Envelope
 from .problems import MEDIA_TYPE, Problem, invalid_field, invalid_request
+from .rate_limit import RateLimit
 from .services import Services, StreamTimes, services_of
 
 PREFIX: Final = "/api/v1"
@@ -73,9 +75,10 @@ def create_app(
     authenticator: Authenticator,
     *,
     body_bytes_max: int = BODY_BYTES_MAX,
+    requests_per_second_max: float = math.inf,
     times: StreamTimes | None = None,
 ) -> FastAPI:
-    """``store`` is started and closed by the caller."""
+    """``store`` is started and closed by the caller. ``requests_per_second_max``: of one principal, agents apart."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -112,6 +115,8 @@ def create_app(
     app.include_router(system, prefix=PREFIX)
     app.add_route("/livez", livez, include_in_schema=False)
     app.add_route("/readyz", readyz, include_in_schema=False)
+    if requests_per_second_max < math.inf:
+        app.add_middleware(RateLimit, requests_per_second_max=requests_per_second_max)  # within the envelope
     app.add_middleware(
         Envelope,
         authenticator=authenticator,

@@ -38,6 +38,7 @@ PROBLEMS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
         "unsatisfiable": (422, "No known device can ever run this job"),
         "policy_not_honoured": (422, "The engine cannot honour this policy"),
         "queue_full": (429, "The queue is full"),
+        "rate_limited": (429, "Too many requests"),
         "too_many_streams": (429, "Too many open streams"),
         "internal_error": (500, "Internal error"),
         "database_unavailable": (503, "The database does not answer"),

@@ -68,7 +68,12 @@ async def _serve(settings: ServerSettings, authenticator: Authenticator, listene
     try:
         await store.start()
         configure_logging()  # only now: what cannot start says so in one line of plain text
-        app = create_app(store, authenticator, body_bytes_max=settings.body_bytes_max)
+        app = create_app(
+            store,
+            authenticator,
+            body_bytes_max=settings.body_bytes_max,
+            requests_per_second_max=settings.requests_per_second_max,
+        )
         loop = SchedulerLoop(store, settings)
         await loop.start()
         try:

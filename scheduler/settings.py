@@ -40,6 +40,7 @@ class ServerSettings(BaseSettings):
     leader_ttl_seconds: Seconds = 10.0
     tick_seconds: Annotated[float, Field(ge=0.05, le=60)] = 1.0
     body_bytes_max: Annotated[int, Field(ge=1024, le=64 << 20)] = 1 << 20
+    requests_per_second_max: Annotated[float, Field(gt=0)] = 300.0  # of one principal, agents apart; inf: no limit
     queue_jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
 
     @model_validator(mode="after")
