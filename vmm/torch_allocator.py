@@ -168,9 +168,7 @@ class AllocatorGuest:
         try:
             with self._transitions:
                 for serial, allocation in self._adopted.items():
-                    handle = self.pool.handle_of(allocation)
-                    native = 0 if handle is None else self._driver.native_handle(handle)
-                    _library().lull_allocator_settle(allocation.address, serial, native)
+                    _library().lull_allocator_settle(allocation.address, serial, self._native_of(allocation))
             parked = self.pool.parked_tags()
             with self._lock:
                 for space, (tag, _) in enumerate(self._spaces):
@@ -187,6 +185,13 @@ class AllocatorGuest:
             self._adopted.clear()
         _library().lull_allocator_close(self._number)
         self.pool.guest = None
+
+    def _native_of(self, allocation: Allocation) -> int:
+        try:
+            handle = self.pool.handle_of(allocation)
+        except ValueError:
+            return 0  # somebody has freed torch's memory in the pool; a transition must end all the same
+        return 0 if handle is None else self._driver.native_handle(handle)
 
     def _space(self, tag: str, mode: RestoreMode) -> int:
         with self._lock:
@@ -207,10 +212,16 @@ class AllocatorGuest:
             if allocation is None:
                 self._new = [one for one in self._new if one.serial != made.serial]
             else:
-                handle = self.pool.forget(allocation)
-                self._driver.disown(allocation.address, allocation.reserved_bytes, handle)
+                self._forget(allocation)
                 del self._adopted[made.serial]
             del self._gone[0]
+
+    def _forget(self, allocation: Allocation) -> None:
+        try:
+            handle = self.pool.forget(allocation)
+        except ValueError:
+            return  # freed in the pool before torch has done it, and in the driver with it
+        self._driver.disown(allocation.address, allocation.reserved_bytes, handle)
 
     def _adopt_new(self) -> None:
         self._new.extend(self._take(gone=False))

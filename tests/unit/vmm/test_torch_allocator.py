@@ -129,6 +129,16 @@ def test_a_free_while_parked(cuda_pool: Pool, guest: AllocatorGuest, fake_cuda: 
     free(again)
 
 
+def test_a_pool_that_is_closed_too_early_ends_its_transitions(cuda_pool: Pool, guest: AllocatorGuest) -> None:
+    with guest.scope("model_weights", None):
+        address = made(100)
+    cuda_pool.free(cuda_pool.allocations()[0])
+    cuda_pool.release(["kv_cache"])
+    cuda_pool.resume(["kv_cache"])
+    free(address)
+    assert last_outcome()[0] != 0
+
+
 def test_a_free_between_prepare_and_commit_waits(cuda_pool: Pool, guest: AllocatorGuest, fake_cuda: FakeCuda) -> None:
     with guest.scope("model_weights", None):
         address, other = made(100), made(100)
