@@ -145,6 +145,9 @@ class EngineHand:
             self.capabilities = await self.adapter.capabilities()
             self._probed = now
 
+    def forget_capabilities(self) -> None:
+        self._probed = None
+
     def refusal(self, policy: EnginePolicy) -> str | None:
         """Why this engine cannot honour ``policy``, by what it said itself, else by what its kind can at best."""
         return refusal(self.capabilities or known_capabilities(self.settings.kind), policy)
@@ -328,7 +331,7 @@ class EngineHand:
             seen = await self.adapter.observe()
             if seen.state in (EngineState.RUNNING, EngineState.PARKED):
                 return seen
-            if self.process_identity is None:
+            if self.is_lost_while_parked() or seen.state is EngineState.GONE:
                 self.set_state(EngineState.GONE)
                 raise EngineLost(f"engine {self.name} has no process any more {said}".strip())
             self.set_state(seen.state)
@@ -359,6 +362,7 @@ class EngineHand:
         """What golden answers and footprints belong to: how the engine is configured, restore modes left out."""
         settings = self.settings
         value = [settings.kind, settings.url, settings.command, settings.env, settings.models, settings.device_indexes]
+        value += [settings.vllm.loras] if settings.vllm.loras else []
         return hashlib.sha256(json.dumps([value, *more]).encode()).hexdigest()
 
     def _config_key(self, policy: EnginePolicy) -> str:

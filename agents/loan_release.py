@@ -278,6 +278,7 @@ async def _park_engine(loan: Loan, engine: EngineKeeper) -> None:
             said = str(error)  # unknown: look, never ask again
     seen = await _parked_or_not(loan, engine, said)
     if seen.state is EngineState.RUNNING:
+        engine.forget_capabilities()  # the call may have taught its adapter something
         raise Refused(
             LoanEvent.PARK_REFUSED, "ParkRefused", f"engine {engine.name} did not park: {said or 'no reason'}"
         )
@@ -298,8 +299,9 @@ async def _parked_or_not(loan: Loan, engine: EngineKeeper, said: str) -> Observa
         running = running + 1 if seen.state is EngineState.RUNNING else 0
         if seen.state is EngineState.PARKED or running >= _RUNNING_LOOKS:
             return seen
-        if engine.process_identity is None or seen.state is EngineState.FAILED:
-            engine.set_state(EngineState.GONE if engine.process_identity is None else EngineState.FAILED)
+        gone = engine.is_lost_while_parked() or seen.state is EngineState.GONE
+        if gone or seen.state is EngineState.FAILED:
+            engine.set_state(EngineState.GONE if gone else EngineState.FAILED)
             raise EngineLost(f"engine {engine.name} was lost while it parked. {said}".strip())
         if loop.time() > deadline and not marked:
             marked = True

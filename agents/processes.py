@@ -20,6 +20,7 @@ from pathlib import Path
 from .protocol.wire import ProcessIdentity
 
 _PROC = Path("/proc")
+_COMMAND_BYTES_MAX = 1024 * 1024
 _ENVIRON_BYTES_MAX = 4 * 1024 * 1024
 _KILL_ROUND_SECONDS = 0.05
 
@@ -182,6 +183,16 @@ def _below(roots: set[int], table: list[ProcessStat]) -> list[ProcessStat]:
                 found.append(stat)
                 pending.append(stat.pid)
     return found
+
+
+def command_line(pid: int) -> list[str]:
+    """The words that the process was started with; none if it is gone or not ours to read."""
+    try:
+        with open(_PROC / str(pid) / "cmdline", "rb") as file:
+            content = file.read(_COMMAND_BYTES_MAX)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []
+    return [os.fsdecode(word) for word in content.split(b"\0")[:-1]]
 
 
 def environ_value(pid: int, name: str) -> str | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from .protocol.capabilities import refusal
+from .protocol.capabilities import loses_weights, refusal
 from .protocol.config_file import FilePath
 from .protocol.engine_kinds import MODES_ARE_FLAGS, EngineKind, known_capabilities, usual_restore_modes
 from .protocol.policy import EnginePolicy
@@ -70,6 +70,16 @@ class DeviceSettings(Section):
     memory_service: bool = False
 
 
+class VllmOptions(Section):
+    """What a vLLM cannot be asked."""
+
+    # How weights that level 2 lost are loaded again: the method of /collective_rpc. None: they may not be lost.
+    reload: Literal["reload_weights"] | None = None
+    allow_fragile: bool = False  # park versions before 0.17 too, which a request ends while they sleep
+    # Adapters that are asked the canary as well as the model: a sleep may lose one silently.
+    loras: Annotated[list[ModelName], Field(max_length=16)] = Field(default_factory=list[ModelName])
+
+
 class EngineSettings(Section):
     name: Name
     kind: EngineKind = "trtllm"
@@ -84,6 +94,7 @@ class EngineSettings(Section):
     resume_command: Argv | None = None
     observe_command: Argv | None = None
     observe_seconds_max: Seconds = 10.0
+    vllm: VllmOptions = Field(default_factory=VllmOptions)
     # None: attached, somebody else runs it.
     command: Annotated[list[str], Field(min_length=1)] | None = None
     env: dict[str, str] = Field(default_factory=dict)
@@ -124,6 +135,11 @@ class EngineSettings(Section):
         unable = refusal(known_capabilities(self.kind), self.policy)
         if unable is not None:
             raise ValueError(f"policy.restore_modes: {unable}")
+        if self.kind == "vllm" and self.vllm.reload is None and loses_weights(self.policy):
+            raise ValueError(
+                "policy.restore_modes: mode NONE loses the weights: say how they are loaded again, by"
+                ' reload = "reload_weights" in [engines.vllm], or keep them: model_weights = "CPU"'
+            )
         return self
 
 

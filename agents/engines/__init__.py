@@ -20,6 +20,14 @@ def make_adapter(settings: EngineSettings, ledger: Ledger, outside: EngineOutsid
 
             assert settings.control_key_file is not None
             return TrtllmAdapter(url, model, settings.control_key_file)
+        case "vllm":
+            from .vllm import VllmAdapter
+
+            return VllmAdapter(settings, ledger, outside)
+        case "vllm-metal":
+            from .vllm_metal import VllmMetalAdapter
+
+            return VllmMetalAdapter(settings, ledger, outside)
         case "sglang":
             from .sglang import SglangAdapter
 

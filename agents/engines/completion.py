@@ -13,10 +13,20 @@ CANARY_HEADER: Final = "x-lull-canary"
 
 
 async def ask_completion(
-    base_url: str, model: str, canary: CanaryPolicy, headers: dict[str, str] | None = None
+    base_url: str, model: str, canary: CanaryPolicy, headers: dict[str, str] | None = None, **more: Any
 ) -> Answer:
-    """Raises EngineRefused for any reply that is no completion, and as `call`."""
-    asked = {"model": model, "prompt": canary.prompt, "max_tokens": canary.tokens, "temperature": 0, "logprobs": 1}
+    """``more``: fields of the request that only some engines know.
+
+    Raises EngineRefused for any reply that is no completion, and as `call`.
+    """
+    asked: dict[str, Any] = {
+        "model": model,
+        "prompt": canary.prompt,
+        "max_tokens": canary.tokens,
+        "temperature": 0,
+        "logprobs": 1,
+    }
+    asked |= more
     sent = {CANARY_HEADER: "1", **(headers or {})}
     reply = await call("POST", f"{base_url}/v1/completions", canary.deadline_seconds, body=asked, headers=sent)
     body = json_object(accepted(reply))

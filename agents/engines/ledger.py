@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from ..errors import EngineRefused
 from ..node_files import read_json, replace_json
 
 _OWNER: Final = "incarnation"
@@ -35,6 +36,13 @@ class Ledger:
         data = {**self.read(), **values, _OWNER: self.incarnation()}
         replace_json(self._path, data, flush=True)
         self._data = data
+
+    def intend(self, **values: Any) -> None:
+        """`write` before a call. Raises EngineRefused where it cannot be written: then the call must not be made."""
+        try:
+            self.write(**values)
+        except OSError as error:
+            raise EngineRefused(0, f"it cannot be written down what is asked of it: {error}") from error
 
     def clear(self) -> None:
         """The engine is as it was started. A file that cannot be written keeps the old word, which is the safe one."""

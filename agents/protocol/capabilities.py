@@ -69,6 +69,10 @@ def refusal(capabilities: Capabilities, policy: EnginePolicy) -> str | None:
     return f"{capabilities.engine} {_what_not(capabilities, wanted)}; the nearest policy that it can honour: {near}"
 
 
+def loses_weights(policy: EnginePolicy) -> bool:
+    return any(tag in WEIGHT_TAGS and mode not in KEEPS_CONTENTS for tag, mode in policy.restore_modes.items())
+
+
 def nearest(capabilities: Capabilities, wanted: Mapping[str, RestoreMode]) -> str:
     """The restore modes closest to ``wanted``, as they are written in TOML."""
 

@@ -7,12 +7,17 @@ from typing import Final, Literal
 from ...vmm.tags import RestoreMode
 from .capabilities import Capabilities, trtllm_capabilities
 from .other_engines import COMMAND, LLAMA_SERVER, LMDEPLOY, OLLAMA, PROCESS, SGLANG
+from .vllm_engines import VLLM, VLLM_METAL
 
-EngineKind = Literal["trtllm", "sglang", "lmdeploy", "llama-server", "ollama", "process", "command"]
+EngineKind = Literal[
+    "trtllm", "vllm", "vllm-metal", "sglang", "lmdeploy", "llama-server", "ollama", "process", "command"
+]
 
 # True where restore modes are flags of the engine's start; else they are chosen at every park.
 MODES_ARE_FLAGS: Final[dict[str, bool]] = {
     "trtllm": True,
+    "vllm": False,
+    "vllm-metal": False,
     "sglang": False,
     "lmdeploy": False,
     "llama-server": False,
@@ -28,6 +33,8 @@ MAY_END_AT_PARK: Final = frozenset({"process", "command"})
 LOADS_AT_WAKE: Final = frozenset({"llama-server", "ollama", "process"})
 
 _KNOWN: Final[dict[str, Capabilities]] = {
+    "vllm": VLLM,
+    "vllm-metal": VLLM_METAL,
     "sglang": SGLANG,
     "lmdeploy": LMDEPLOY,
     "llama-server": LLAMA_SERVER,

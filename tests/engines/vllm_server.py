@@ -207,7 +207,7 @@ class VllmServer(StandIn):
         pool = self.memory.pool
         for tag in tags:
             if tag == "kv_cache" and self.has_fault("half_wake"):
-                raise OutOfDeviceMemory("out of memory")
+                raise OutOfDeviceMemory(0, 0, 0)
             if tag in pool.parked_tags():
                 pool.resume([tag])
                 if tag == "weights" and self.weights_lost:

@@ -46,7 +46,7 @@ async def test_a_wake_that_was_broken_off_is_not_taken_for_a_right_engine(tmp_pa
             await bytes_back(step)  # type: ignore[arg-type]
 
         keeper._bytes_back = fails_once  # type: ignore[method-assign]
-        await keeper.adapter.park(["kv_cache", "model_weights"], 10)
+        await keeper.adapter.park(keeper.policy, 10)
         await node.until(lambda: failed, "the wake that fails")
         await node.until(lambda: keeper.verified and keeper.gate_state is GateState.OPEN, "the engine is back")
         assert (await node.ask()).json()["choices"] == right

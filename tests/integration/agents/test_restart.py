@@ -147,7 +147,7 @@ async def test_a_gateway_that_dies_comes_back_closed_and_is_opened_for_the_same_
 async def test_an_engine_found_parked_without_a_loan_is_resumed(tmp_path: Path) -> None:
     async with agent_node(tmp_path) as node:
         keeper = node.keeper()
-        await keeper.adapter.park(["kv_cache", "model_weights"], 10)
+        await keeper.adapter.park(keeper.policy, 10)
         await node.until(
             lambda: "engine_not_running" in [alert["code"] for alert in node.reports("alert")], "the alert"
         )

@@ -53,7 +53,14 @@ def posts(engine: Spawned) -> list[str]:
 # ---- levels -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["0.7.3", "0.14.1", "0.17.0", "0.22.1", "0.25.0", "0.31.0", "0.32.0", "0.33.0"])
+# A server costs half a second: the versions at whose borders behaviour changes, and in the long tests the others.
+VERSIONS = ["0.7.3", "0.14.1", "0.22.1", "0.33.0"]
+MORE_VERSIONS = ["0.8.5", "0.17.0", "0.25.0", "0.31.0", "0.32.0"]
+
+
+@pytest.mark.parametrize(
+    "version", [*VERSIONS, *(pytest.param(version, marks=pytest.mark.long) for version in MORE_VERSIONS)]
+)
 async def test_level_1_keeps_the_weights_in_every_version(tmp_path: Path, version: str) -> None:
     with vllm(tmp_path, version) as engine:
         golden = await answer(engine)
@@ -65,8 +72,8 @@ async def test_level_1_keeps_the_weights_in_every_version(tmp_path: Path, versio
         await adapter_of(engine, **FRAGILE).after_resume(KEPT, CALL_SECONDS)
         assert await state(engine) is EngineState.RUNNING
         assert (engine.held_mib(), await answer(engine)) == (6, golden)
-        query = "level=1&mode=wait" if version >= "0.17" and version != "0.7.3" else "level=1"
-        early = ["/reset_prefix_cache"] if version in ("0.7.3", "0.14.1") else []
+        early = ["/reset_prefix_cache"] if version in ("0.7.3", "0.8.5", "0.14.1") else []
+        query = "level=1" if early else "level=1&mode=wait"
         assert posts(engine) == [*early, f"/sleep?{query}", "/wake_up", "/reset_prefix_cache"]
 
 
@@ -100,6 +107,7 @@ async def test_the_kv_cache_alone(tmp_path: Path) -> None:
         assert posts(engine) == sent
 
 
+@pytest.mark.long
 async def test_a_kv_cache_that_is_not_released_leaves_the_engine_running(tmp_path: Path) -> None:
     with vllm(tmp_path, "0.33.0", sleep_mode=False) as engine:
         with pytest.raises(EngineRefused, match="only while the scheduler is paused"):
@@ -119,6 +127,7 @@ async def test_the_stale_prefix_cache_of_old_versions_is_emptied(tmp_path: Path)
         assert await answer(engine) == golden
 
 
+@pytest.mark.long
 async def test_a_prefix_cache_that_is_not_emptied_is_no_wake(tmp_path: Path) -> None:
     with vllm(tmp_path, "0.33.0") as engine:
         await adapter_of(engine).park(KEPT, CALL_SECONDS)
@@ -226,6 +235,7 @@ async def test_a_wake_without_room_is_asked_again_only_where_that_is_safe(
             assert posts(engine).count("/wake_up") == 1
 
 
+@pytest.mark.long
 async def test_an_engine_that_does_not_wake_with_room_is_failed_in_the_end(tmp_path: Path) -> None:
     with vllm(tmp_path, "0.33.0") as engine:
         await adapter_of(engine).park(KEPT, CALL_SECONDS)
@@ -250,6 +260,7 @@ async def test_a_wake_without_an_answer_is_waking_until_it_says_otherwise(
         assert await state(engine) is EngineState.WAKING
 
 
+@pytest.mark.long
 async def test_a_reload_that_fails_is_a_failed_engine(tmp_path: Path) -> None:
     with vllm(tmp_path, "0.33.0") as engine:
         await adapter_of(engine, **RELOADS).park(LOST, CALL_SECONDS)
@@ -259,7 +270,11 @@ async def test_a_reload_that_fails_is_a_failed_engine(tmp_path: Path) -> None:
         assert await state(engine) is EngineState.FAILED
 
 
-@pytest.mark.parametrize("done", [[], ["tags=weights"], ["tags=weights", "reload"], ["tags=weights", "reload", ""]])
+DONE = [["tags=weights"], ["tags=weights", "reload", ""]]
+MORE_DONE = [[], ["tags=weights", "reload"]]
+
+
+@pytest.mark.parametrize("done", [*DONE, *(pytest.param(done, marks=pytest.mark.long) for done in MORE_DONE)])
 async def test_an_agent_that_dies_in_the_middle_of_the_reload_recipe_finishes_it(
     tmp_path: Path, done: list[str]
 ) -> None:
@@ -291,6 +306,7 @@ async def test_the_level_that_it_tells_itself_is_not_believed(tmp_path: Path) ->
         assert await answer(engine) == golden
 
 
+@pytest.mark.long
 async def test_an_engine_that_somebody_else_put_to_sleep_is_parked_and_can_be_woken(tmp_path: Path) -> None:
     with vllm(tmp_path, "0.33.0") as engine:
         golden = await answer(engine)
@@ -301,12 +317,14 @@ async def test_an_engine_that_somebody_else_put_to_sleep_is_parked_and_can_be_wo
         assert await answer(engine) == golden
 
 
+@pytest.mark.long
 async def test_ranks_that_disagree_are_a_failed_engine(tmp_path: Path) -> None:
     with vllm(tmp_path, "0.33.0") as engine:
         engine.set_faults("ranks_disagree")
         assert await state(engine) is EngineState.FAILED
 
 
+@pytest.mark.long
 async def test_what_the_operator_must_never_send_is_never_sent(tmp_path: Path) -> None:
     """/resume on a sleeping engine is accepted, and the next request ends it: so the adapter has no such call."""
     with vllm(tmp_path, "0.33.0") as engine:
@@ -348,6 +366,7 @@ async def test_a_version_that_requests_kill_asleep_is_refused_unless_it_is_allow
         assert engine.wait_gone() == 1
 
 
+@pytest.mark.long
 async def test_an_attached_engines_flags_are_read_from_its_process(tmp_path: Path) -> None:
     with vllm(tmp_path, "0.33.0", "--enable-lora") as engine:
         said = refusal(await adapter_of(engine, **RELOADS).capabilities(), LOST)
@@ -373,6 +392,7 @@ async def test_the_canary_is_asked_of_every_adapter_as_one_may_be_lost(tmp_path:
         assert wrong != golden
 
 
+@pytest.mark.long
 async def test_the_api_key_is_for_the_canary_alone(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("right\n")
@@ -386,6 +406,7 @@ async def test_the_api_key_is_for_the_canary_alone(tmp_path: Path) -> None:
 # ---- vllm-metal -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_vllm_metal_frees_its_kv_cache(tmp_path: Path) -> None:
     with vllm(tmp_path, "0.20.0", "--metal", "--metal-sleep") as engine:
         metal = {"kind": "vllm-metal"}
