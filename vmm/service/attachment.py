@@ -59,13 +59,7 @@ class Attachment:
     # -- what a writer adds
 
     def allocate(self, nbytes: int, oom_wait_seconds: float) -> Allocation:
-        answer, fd = self.client.ask_fd(
-            "allocate",
-            seconds_max=oom_wait_seconds + CALL_SECONDS_MAX,
-            bytes=nbytes,
-            tag=self.tag,
-            oom_wait_seconds=oom_wait_seconds,
-        )
+        answer, fd = self._ask_memory(nbytes, oom_wait_seconds)
         try:
             slab = self._new_slab(int(answer["slot"]), nbytes, int(answer["reserved_bytes"]))
             try:
@@ -76,6 +70,39 @@ class Attachment:
         finally:
             os.close(fd)
         return slab.allocation
+
+    def create_unmapped(self, nbytes: int, oom_wait_seconds: float) -> Handle:
+        """Memory that is nobody's slab: the caller maps and releases it; the service has it until the lock ends."""
+        answer, fd = self._ask_memory(nbytes, oom_wait_seconds)
+        try:
+            return self._import(answer, fd)
+        finally:
+            os.close(fd)
+
+    def give_away(self) -> None:
+        """Gives the memory of every slab back to the service; places and entries are remembered."""
+        for slab in self.slabs:
+            slab.drop(self.driver)
+        for slab in self.slabs:
+            slot, slab.slot = slab.slot, None
+            if slot is not None and self.client.connected:  # else the lock is gone, and all that was written under it
+                self.client.ask("free", slot=slot)
+
+    def take_anew(self, oom_wait_seconds: float) -> None:
+        """New memory at the places of all slabs, with the entries. If it raises, everything is given away again."""
+        try:
+            for slab in self.slabs:
+                answer, fd = self._ask_memory(slab.allocation.nbytes, oom_wait_seconds)
+                try:
+                    slab.slot = int(answer["slot"])
+                    slab.take(self.driver, self._import(answer, fd), Access.READ_WRITE)
+                finally:
+                    os.close(fd)
+            for key, place in self.entries.items():
+                self.publish(key, place)
+        except BaseException:
+            self.give_away()
+            raise
 
     def remove(self, slab: Slab) -> None:
         """Gives the allocation back, with its entries."""
@@ -200,6 +227,15 @@ class Attachment:
         self.commit()
 
     # -- inside
+
+    def _ask_memory(self, nbytes: int, oom_wait_seconds: float) -> tuple[protocol.Message, int]:
+        return self.client.ask_fd(
+            "allocate",
+            seconds_max=oom_wait_seconds + CALL_SECONDS_MAX,
+            bytes=nbytes,
+            tag=self.tag,
+            oom_wait_seconds=oom_wait_seconds,
+        )
 
     def _rows(self) -> list[list[Any]]:
         return list(self.client.ask("slots")["slots"])

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..blocks import Allocation
-from ..driver import Access, Driver
-from ..errors import ContentsLost, LullMemoryError, TransitionInProgress
-from ..tags import RestoreMode
+from ..driver import Access, Driver, Handle
+from ..errors import ContentsLost, LullMemoryError, TransitionInProgress, UnsupportedMode
+from ..tags import KEEPS_CONTENTS, RestoreMode
 from .attachment import Attachment
 from .errors import ServiceUnavailable, StaleLayout, WrongLock
 from .slabs import Place, pack
@@ -73,7 +73,9 @@ class ServicePool:
 
         ``name``: engines that give the same share one copy, so it must say which model and how it is laid out.
         ``mode`` is what the service does when all users have parked; with ``keep_backup``, or PINNED, the backup stays
-        for the next park. Raises ServiceUnavailable, LockTimeout, OutOfDeviceMemory.
+        for the next park. NONE and MEMSET are for a pool that is never committed, such as a KV cache: its writer gives
+        the memory back and gets zeroed memory at the same addresses, and its lock stays. Raises ServiceUnavailable,
+        LockTimeout, OutOfDeviceMemory.
         """
         self.driver = driver
         self.name = name
@@ -107,6 +109,13 @@ class ServicePool:
         with self._guard:
             self._require_writer()
             return self._there.allocate(nbytes, self._oom_wait_seconds)
+
+    def create_unmapped(self, nbytes: int) -> Handle:
+        """Memory of the service for a `ScratchRange` to map in place of its blocks. It is free when this lock ends and
+        the range is closed."""
+        with self._guard:
+            self._require_writer()
+            return self._there.create_unmapped(nbytes, self._oom_wait_seconds)
 
     def build(self, pieces: Mapping[str, Piece], *, slab_bytes: int = SLAB_BYTES) -> dict[str, Region]:
         """Memory for all the pieces, packed into few allocations so that attaching stays quick, with their entries."""
@@ -193,12 +202,12 @@ class ServicePool:
             if not self._ours:
                 return
             try:
-                if self.writer:
-                    raise WrongLock(f"pool {self.name} is not committed yet; commit it before the engine parks")
+                self._require_parkable()
                 self.driver.synchronize()
-                self._ensure_known()
-                if not self._parked_there:
-                    self._prepare_park()
+                if not self.writer:
+                    self._ensure_known()
+                    if not self._parked_there:
+                        self._prepare_park()
             except BaseException:
                 self._phase = _Phase.QUIET
                 raise
@@ -206,6 +215,8 @@ class ServicePool:
     def abort_release(self) -> None:
         with self._guard:
             if not self._end(_Phase.RELEASE):
+                return
+            if self.writer:
                 return
             if self._parked_there:
                 self._there.client.close()  # it would be taken for a user whose memory is gone
@@ -219,6 +230,10 @@ class ServicePool:
         """The handles are kept until the service has answered: if it dies here, the engine goes on with them."""
         with self._guard:
             if not self._end(_Phase.RELEASE):
+                return
+            if self.writer:
+                self._give_away("the park")
+                self._parked = True
                 return
             try:
                 self._there.unmap_all()
@@ -238,6 +253,9 @@ class ServicePool:
             if not self._ours:
                 return
             try:
+                if self.writer:
+                    self._take_anew()
+                    return
                 self._lock_again()
                 try:
                     self._there.map_all()
@@ -253,7 +271,11 @@ class ServicePool:
 
     def abort_resume(self) -> None:
         with self._guard:
-            if self._end(_Phase.RESUME):
+            if not self._end(_Phase.RESUME):
+                return
+            if self.writer:
+                self._give_away("the wake")
+            else:
                 self._park_again()
 
     def commit_resume(self) -> None:
@@ -261,6 +283,8 @@ class ServicePool:
             if not self._end(_Phase.RESUME):
                 return
             self._parked = False
+            if self.writer:
+                return
             try:
                 self._there.client.ask("confirm")
             except ServiceUnavailable as error:  # the memory is mapped and ours; only its backup is kept longer
@@ -275,6 +299,25 @@ class ServicePool:
         self.commit_resume()
 
     # -- inside
+
+    def _give_away(self, during: str) -> None:
+        try:
+            self._there.give_away()
+        except LullMemoryError as error:
+            raise ContentsLost(during, lost=(), parked=(), live=(self.tag,)) from error
+
+    def _take_anew(self) -> None:
+        """A writer's memory, empty; behind a new lock if the service that gave the old one is gone."""
+        if not self._there.client.connected:
+            self._there.connect_again()
+            self._there.hello(Lock.READ_WRITE, wait_seconds=self._wait_seconds, oom_wait_seconds=0)
+        self._there.take_anew(0)
+
+    def _require_parkable(self) -> None:
+        if self.writer and self._mode in KEEPS_CONTENTS:
+            raise WrongLock(f"pool {self.name} is not committed yet; commit it before the engine parks")
+        if not self.writer and self._mode not in KEEPS_CONTENTS:
+            raise UnsupportedMode(f"pool {self.name} is committed, and others rely on it: {self._mode} would lose it")
 
     def _prepare_park(self) -> None:
         self._there.client.ask(

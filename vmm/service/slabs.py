@@ -14,7 +14,7 @@ from .errors import StaleLayout
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    slot: int
+    slot: int | None  # None: the service has no memory for it now
     allocation: Allocation
     handle: Handle | None = None
     mapped: bool = False

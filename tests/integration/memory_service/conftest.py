@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,10 @@ class World:
     device: HostDevice
     clients: Clients
 
-    def attach(self, lock: Lock = Lock.READ_ONLY, **given: object) -> ServicePool:
-        """From this process, with a driver of its own."""
-        return ServicePool(HostDriver(self.device), self.service.socket, "w", lock=lock, **given)  # type: ignore[arg-type]
+    def attach(self, lock: Lock = Lock.READ_ONLY, driver: HostDriver | None = None, **given: Any) -> ServicePool:
+        """From this process, with a driver of its own unless one is given."""
+        given.setdefault("wait_seconds", 20)
+        return ServicePool(driver or HostDriver(self.device), self.service.socket, "w", lock=lock, **given)
 
     def clear(self) -> None:
         """A writer that does not commit leaves nothing behind."""

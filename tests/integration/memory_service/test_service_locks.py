@@ -51,14 +51,14 @@ def content(pool: ServicePool) -> bytes:
 class Waiting:
     """Somebody who waits for a lock in a thread."""
 
-    def __init__(self, world: World, lock: Lock, seconds: float = 30) -> None:
+    def __init__(self, world: World, lock: Lock, driver: HostDriver | None = None) -> None:
         self.outcome: ServicePool | Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(world, lock, seconds))
+        self._thread = threading.Thread(target=self._run, args=(world, lock, driver))
         self._thread.start()
 
-    def _run(self, world: World, lock: Lock, seconds: float) -> None:
+    def _run(self, world: World, lock: Lock, driver: HostDriver | None) -> None:
         try:
-            self.outcome = world.attach(lock, wait_seconds=seconds)
+            self.outcome = world.attach(lock, driver, wait_seconds=30)
         except Exception as error:
             self.outcome = error
 
@@ -275,15 +275,48 @@ def test_a_standby_initialises_over_scratch_and_gets_real_memory_when_the_primar
     blocker = driver.create(8 * MIB)
     scratch = ScratchRange(driver, 8 * MIB, block_bytes=2 * MIB)
     ctypes.memset(scratch.address, 1, 8 * MIB)
-    standby = Waiting(world, RW)
+    standby = Waiting(world, RW, driver)
     wait_until(lambda: waiting_locks(world) == ["read_write"], 10, "the standby waits for the lease")
     world.clients.kill(primary)
     pool = standby.ended()
     assert pool.writer
     driver.release(blocker)
-    scratch.replace(driver.create)
+    scratch.replace(pool.create_unmapped)
     assert ctypes.string_at(scratch.address, 8 * MIB) == bytes(8 * MIB)
+    assert world.service.pool()["resident_bytes"] == 8 * MIB, "it is the service's: the next standby waits for it"
     scratch.close()
+    pool.close()
+
+
+def test_a_pool_that_keeps_nothing_parks_without_a_commit_and_comes_back_empty(world: World) -> None:
+    """A KV cache in the service: its lock is the lease, its contents are nobody's."""
+    pool = world.attach(RW, tag="kv_cache", mode=RestoreMode.NONE)
+    region = pool.build({"kv": Piece(6 * MIB, "blocks")}, slab_bytes=2 * MIB)["kv"]
+    ctypes.memset(region.address, 1, region.nbytes)
+    pool.prepare_release(["kv_cache"])
+    pool.abort_release()
+    assert ctypes.string_at(region.address, 1) == b"\1"
+    for _ in range(2):
+        pool.release(["kv_cache"])
+        assert pool.parked_tags() == {"kv_cache"}
+        assert world.device.free_bytes() == world.device.capacity_bytes
+        with pytest.raises(LockTimeout):
+            world.attach(RW, wait_seconds=0)  # the lease is kept
+        other = HostDriver(world.device)
+        handle = other.create(12 * MIB)
+        with pytest.raises(OutOfDeviceMemory):
+            pool.resume(["kv_cache"])
+        assert world.device.free_bytes() == 4 * MIB
+        other.release(handle)
+        pool.resume(["kv_cache"])
+        assert pool.regions() == {"kv": region}
+        assert ctypes.string_at(region.address, region.nbytes) == bytes(region.nbytes)
+        ctypes.memset(region.address, 1, region.nbytes)
+    pool.close()
+    pool = filled(world)
+    pool._mode = RestoreMode.NONE
+    with pytest.raises(UnsupportedMode):
+        pool.release([TAG])
     pool.close()
 
 
