@@ -16,8 +16,6 @@ from tests.agent_node import MIB
 from tests.engines.spawned import HERE
 from tests.engines.stand_in_node import StandInNode, StandInUnderTest, stand_in_node
 
-NONE = {"model_weights": "NONE", "kv_cache": "NONE"}
-
 
 def own_commands(root: Path) -> dict[str, Any]:
     script, faults = str(HERE / "park_command.py"), str(root / "alpha.engine" / "faults.json")
@@ -28,26 +26,20 @@ def own_commands(root: Path) -> dict[str, Any]:
 
 def engine_of(kind: str, root: Path) -> StandInUnderTest:
     """The weights take 4 MiB and the KV cache 2."""
-    match kind:
-        case "sglang":
-            flags = ["--enable-memory-saver", "--enable-weights-cpu-backup"]
-            return StandInUnderTest(kind=kind, script="sglang_server.py", flags=flags)
-        case "sglang-from-disk":
-            policy = {"restore_modes": NONE}
-            flags = ["--enable-memory-saver"]
-            return StandInUnderTest(kind="sglang", script="sglang_server.py", flags=flags, policy=policy)
-        case "lmdeploy":
-            return StandInUnderTest(kind=kind, script="lmdeploy_server.py", flags=["--backend", "pytorch"])
-        case "llama-server":
-            return StandInUnderTest(kind=kind, script="llama_server.py")
-        case "ollama":
-            return StandInUnderTest(kind=kind, script="ollama_server.py")
-        case "process":
-            return StandInUnderTest(kind=kind, script="plain_server.py")
-        case "command":
-            settings = own_commands(root)
-            return StandInUnderTest(kind=kind, script="lmdeploy_server.py", settings=settings, attached=True)
-    raise AssertionError(kind)
+    saver, backup = "--enable-memory-saver", "--enable-weights-cpu-backup"
+    kinds: dict[str, dict[str, Any]] = {
+        "sglang": {"script": "sglang_server.py", "flags": [saver, backup]},
+        "sglang-from-disk": {
+            **{"kind": "sglang", "script": "sglang_server.py", "flags": [saver]},
+            "policy": {"restore_modes": {"model_weights": "NONE", "kv_cache": "NONE"}},
+        },
+        "lmdeploy": {"script": "lmdeploy_server.py", "flags": ["--backend", "pytorch"]},
+        "llama-server": {"script": "llama_server.py"},
+        "ollama": {"script": "ollama_server.py"},
+        "process": {"script": "plain_server.py"},
+        "command": {"script": "lmdeploy_server.py", "settings": own_commands(root), "attached": True},
+    }
+    return StandInUnderTest(**{"kind": kind, **kinds[kind]})
 
 
 # A node costs seconds: these two cross every hook of the agent, the others run with the long tests.
