@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+import structlog
+
 from ..engine_process import EngineProcess, EngineWillNotDie
 from ..errors import AgentError, EngineRefused, EngineTimedOut
 from ..processes import boot_id
@@ -22,6 +24,8 @@ from .completion import ask_completion
 from .http_call import bearer, call, is_our_fault
 from .ledger import Ledger
 from .outside import EngineOutside
+
+log = structlog.get_logger(__name__)
 
 _STATUS_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.05
@@ -62,8 +66,11 @@ class ProcessAdapter:
                 return Observation(EngineState.GONE)
             return Observation(EngineState.PARKED, (KV_CACHE, MODEL_WEIGHTS))
         if now == meant:
-            await self._end()
-            return await self.observe() if self._outside.incarnation is None else Observation(EngineState.PARKING)
+            try:
+                await self._end()  # an agent died in the middle of it
+            except EngineTimedOut as error:
+                return Observation(EngineState.PARKING, detail=str(error))
+            return Observation(EngineState.PARKED, (KV_CACHE, MODEL_WEIGHTS))
         try:
             reply = await call("GET", self._base_url + self._health_path, _STATUS_SECONDS)
         except AgentError as error:
@@ -74,7 +81,7 @@ class ProcessAdapter:
 
     async def park(self, policy: EnginePolicy, seconds_max: float) -> None:
         del policy, seconds_max  # bounded by the engine's own stop time
-        self._ledger.write(ending=self._outside.incarnation)
+        self._ledger.intend(ending=self._outside.incarnation)
         await self._end()
 
     async def _end(self) -> None:
@@ -86,9 +93,12 @@ class ProcessAdapter:
     async def resume(self, policy: EnginePolicy, seconds_max: float) -> None:
         process = self._process()
         if not process.alive:
-            await process.stop(self._stop_seconds_max)  # what an engine that died may have left behind
+            await self._end()  # what it may have left behind
             process.start(policy)
-        self._ledger.clear()
+        try:
+            self._ledger.clear()
+        except OSError as error:  # it says that another process was ended, which is true
+            log.error("the ledger of an engine could not be written", engine=self._model, error=str(error))
         loop = asyncio.get_running_loop()
         deadline, pause = loop.time() + seconds_max, _POLL_SECONDS
         while not await self.healthy():

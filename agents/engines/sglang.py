@@ -115,9 +115,9 @@ class SglangAdapter:
         """An agent ended, or gave up, between the pause and the release: nothing is released."""
         try:
             accepted(await self._control("/continue_generation", {}, _STATUS_SECONDS))
-            self._ledger.clear()
-        except (AgentError, OSError) as error:
+        except AgentError as error:
             return Observation(EngineState.UNREACHABLE, detail=str(error), is_our_fault=is_our_fault(error))
+        self._write_after(state=None)
         return Observation(EngineState.RUNNING)
 
     async def _after_lost_release(self, kept: Mapping[str, Any]) -> Observation:
@@ -131,9 +131,9 @@ class SglangAdapter:
             if now - self._still_since < _STILL_SECONDS:
                 return Observation(EngineState.PARKING, detail="its release was not answered and frees nothing so far")
             log.warning("the release was not done", engine=self._model, bytes=held)
-            self._ledger.write(state=PAUSING)
+            self._write_after(state=PAUSING)
             return await self._let_go_on()
-        self._ledger.write(state=RELEASED)
+        self._write_after(state=RELEASED)
         return Observation(EngineState.PARKED, _ours(kept["tags"]), detail="by its bytes; the call was not answered")
 
     async def _after_lost_resume(self, kept: Mapping[str, Any]) -> Observation:
@@ -142,7 +142,7 @@ class SglangAdapter:
         if _differs(await self._outside.held_bytes(), kept["bytes"]):
             self._note_resumed(kept["calling"])
         else:
-            self._ledger.write(state=RELEASED)
+            self._write_after(state=RELEASED)
         return await self._by_ledger()
 
     async def _by_ledger(self) -> Observation:
@@ -162,24 +162,24 @@ class SglangAdapter:
 
     async def park(self, policy: EnginePolicy, seconds_max: float) -> None:
         kept = self._ledger.read()
-        if kept.get("state") not in (None, PAUSING):
+        if kept.get("state") not in (None, PAUSING, RESUMED):
             # A second release would end the server.
             raise EngineRefused(409, f"it was asked to release its memory before (ledger: {kept['state']})")
         info = json_object(accepted(await self._get("/server_info")))
         deadline = asyncio.get_running_loop().time() + seconds_max
-        self._ledger.write(state=PAUSING)
+        self._ledger.intend(state=PAUSING)
         accepted(await self._control("/pause_generation", {"mode": "abort"}, _STATUS_SECONDS))
         await self._wait_idle(seconds_max * _IDLE_SHARE)
         tags = [_NAMES[tag] for tag in sorted(policy.restore_modes)]
         before = await self._outside.held_bytes()
         reload = info.get("model_path") if "weights" in tags and loses_weights(info) else None
         self._still_since = None
-        self._ledger.write(state=RELEASING, tags=tags, bytes=before, reload=reload)
+        self._ledger.intend(state=RELEASING, tags=tags, bytes=before, reload=reload)
         left = max(1.0, deadline - asyncio.get_running_loop().time())
         try:
             accepted(await self._control("/release_memory_occupation", {"tags": tags}, left))
         except EngineAuthRefused:
-            self._ledger.write(state=PAUSING)  # refused before the scheduler heard of it
+            self._write_after(state=PAUSING)  # refused before the scheduler heard of it
             raise
         self._write_after(state=RELEASED)
 
@@ -204,7 +204,7 @@ class SglangAdapter:
     async def resume(self, policy: EnginePolicy, seconds_max: float) -> None:
         del policy
         kept = self._ledger.read()
-        if kept.get("state") != RELEASED:
+        if kept.get("state") not in (RELEASED, RELEASING):
             raise EngineRefused(409, f"nothing is released (ledger: {kept.get('state')})")
         deadline = asyncio.get_running_loop().time() + seconds_max
         if "weights" in kept["tags"]:
@@ -215,12 +215,12 @@ class SglangAdapter:
 
     async def _resume(self, tags: list[str], deadline: float) -> None:
         before = await self._outside.held_bytes()
-        self._ledger.write(state=RESUMING, calling=tags, bytes=before)
+        self._ledger.intend(state=RESUMING, calling=tags, bytes=before)
         left = max(1.0, deadline - asyncio.get_running_loop().time())
         try:
             accepted(await self._control("/resume_memory_occupation", {"tags": tags}, left))
         except EngineAuthRefused:
-            self._ledger.write(state=RELEASED)
+            self._write_after(state=RELEASED)
             raise
         self._note_resumed(tags)
 
@@ -239,7 +239,7 @@ class SglangAdapter:
         said = json_object(accepted(reply))
         if said.get("success") is not True:
             raise EngineRefused(reply.status_code, f"the weights were not loaded again: {said.get('message')}")
-        self._ledger.write(reload=None)
+        self._write_after(reload=None)
 
     async def after_resume(self, policy: EnginePolicy, seconds_max: float) -> None:
         del policy
@@ -248,7 +248,7 @@ class SglangAdapter:
         await self._reload(asyncio.get_running_loop().time() + seconds_max)
         accepted(await self._control("/flush_cache", {}, _STATUS_SECONDS))
         accepted(await self._control("/continue_generation", {"torch_empty_cache": True}, _STATUS_SECONDS))
-        self._ledger.clear()
+        self._write_after(state=None)
 
     def _write_after(self, **values: Any) -> None:
         """What was done. Where it cannot be written the intent stands, and the bytes will tell."""
