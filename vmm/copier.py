@@ -16,9 +16,10 @@ from .driver import CopyLane, Driver
 from .host_memory import HUGE_BYTES
 
 # Large: above a size that grows with the processor's caches the C library copies past them, and is nearly twice as
-# quick there. Smaller where that gives every thread something to do.
-COPY_CHUNK_BYTES: Final = 256 << 20
+# quick there. Smaller where that keeps all threads busy to the end.
+COPY_CHUNK_BYTES: Final = 1 << 30
 _CHUNK_BYTES_MIN: Final = 16 << 20
+_CHUNKS_PER_THREAD: Final = 2  # of several threads one may be slower than the others
 # A thread waits for its lane after so many: enough to keep the other lanes' copies overlapping with the wait.
 _CHUNKS_IN_FLIGHT: Final = 2
 
@@ -64,8 +65,7 @@ class Copier:
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Returns or raises only when nothing of it is copied any more, on any lane."""
-        share_bytes = sum(task.nbytes for task in tasks) // self._threads
-        chunk_bytes = min(COPY_CHUNK_BYTES, max(_CHUNK_BYTES_MIN, _round_up(share_bytes)))
+        chunk_bytes = self._chunk_bytes(sum(task.nbytes for task in tasks))
         chunks = [chunk for task in tasks for chunk in _chunks(task, chunk_bytes)]
         count = min(self._threads, len(chunks))
         while len(self._lanes) < count:
@@ -79,6 +79,12 @@ class Copier:
             futures = [executor.submit(work.do, lane) for lane in self._lanes[:count]]
         for future in futures:
             future.result()
+
+    def _chunk_bytes(self, total_bytes: int) -> int:
+        """Every thread gets as many, of about the same size."""
+        share_bytes = -(-total_bytes // self._threads)
+        pieces = max(-(-share_bytes // COPY_CHUNK_BYTES), 1 if self._threads == 1 else _CHUNKS_PER_THREAD)
+        return min(COPY_CHUNK_BYTES, max(_CHUNK_BYTES_MIN, _round_up(-(-share_bytes // pieces))))
 
     def close(self) -> None:
         """Again is no change; a further `run` opens lanes anew."""

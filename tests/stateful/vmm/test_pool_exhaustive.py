@@ -207,5 +207,6 @@ def test_all_programs_of_two_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_all_programs_of_three_steps(tmp_path: Path) -> None:
     check_all(tmp_path, 3)

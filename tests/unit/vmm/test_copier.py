@@ -121,7 +121,15 @@ def test_a_failure_is_raised_when_all_lanes_are_still(late: LateDriver, monkeypa
 
 @pytest.mark.parametrize(
     ("total_bytes", "threads", "chunks"),
-    [(1 << 20, 2, 1), (64 << 20, 2, 2), (64 << 20, 1, 1), (600 << 20, 1, 3), (1 << 30, 2, 4), (1 << 30, 8, 8)],
+    [
+        (1 << 20, 2, 1),
+        (64 << 20, 2, 4),
+        (64 << 20, 1, 1),
+        (1 << 30, 1, 1),
+        (3 << 30, 2, 4),
+        (5 << 30, 1, 5),
+        (5 << 30, 2, 6),
+    ],
 )
 def test_chunks_are_large_and_give_each_thread_its_share(
     driver: HostDriver, monkeypatch: pytest.MonkeyPatch, total_bytes: int, threads: int, chunks: int
