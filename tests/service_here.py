@@ -14,9 +14,12 @@ from lull.vmm.service.server import Server
 
 @contextmanager
 def service_here(
-    holdings: Holdings, path: Path, *, allowed_uids: Collection[int] = ()
+    holdings: Holdings, path: Path, *, allowed_uids: Collection[int] | None = None
 ) -> Iterator[Callable[[], ServiceClient]]:
-    server = Server(holdings, path, allowed_uids=allowed_uids)
+    """``allowed_uids``: exactly these, as if the service were somebody else's."""
+    server = Server(holdings, path)
+    if allowed_uids is not None:
+        server._allowed_uids = set(allowed_uids)
     thread = threading.Thread(target=server.run)
     thread.start()
     clients: list[ServiceClient] = []

@@ -187,17 +187,15 @@ def test_clients_pools_and_silence_are_bounded(tmp_path: Path) -> None:
         assert first.connected, "a lock may be silent for ever"
 
 
-def test_other_users_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_users_are_refused(tmp_path: Path) -> None:
     device = HostDevice.create(tmp_path / "device", capacity_bytes=16 * MIB)
     holdings = Holdings(HostDriver(device))
     us = os.geteuid()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "geteuid", lambda: us + 1)  # the service is somebody else's
-        refused = pytest.raises((ServiceRefused, ServiceUnavailable), match=f"user {us} may not|hung up|pipe|reset")
-        with service_here(holdings, tmp_path / "a" / "m.sock") as connect, refused:
-            connect().ask("state")
-        with service_here(holdings, tmp_path / "b" / "m.sock", allowed_uids=[us]) as connect:
-            assert connect().ask("state")["ok"]
+    refused = pytest.raises((ServiceRefused, ServiceUnavailable), match=f"user {us} may not|hung up|pipe|reset")
+    with service_here(holdings, tmp_path / "a" / "m.sock", allowed_uids=[us + 1]) as connect, refused:
+        connect().ask("state")
+    with service_here(holdings, tmp_path / "b" / "m.sock", allowed_uids=[us + 1, us]) as connect:
+        assert connect().ask("state")["ok"]
 
 
 def test_a_client_that_does_not_understand_the_answer_says_so(tmp_path: Path) -> None:
