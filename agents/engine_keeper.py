@@ -17,7 +17,7 @@ from .engines.base import Observation
 from .errors import AgentError
 from .gates.base import Gate
 from .node import Node
-from .protocol.engine_kinds import MODES_ARE_FLAGS
+from .protocol.engine_kinds import MAY_END_AT_PARK, MODES_ARE_FLAGS
 from .protocol.policy import EnginePolicy
 from .protocol.wire import EngineState, GateState, Reason
 from .settings import EngineSettings
@@ -231,7 +231,10 @@ class EngineKeeper(EngineHand):
     async def _ensure_process(self, step: StepSink) -> Observation:
         """A process that answers; restarts a supervised one that is gone, failed or condemned, where it may."""
         incarnation = self.incarnation
-        seen = Observation(EngineState.GONE) if incarnation is None else await self.adapter.observe()
+        # One that somebody else runs may have ended by its park: then its own command knows.
+        parked = self.process is None and self.settings.kind in MAY_END_AT_PARK
+        gone = incarnation is None and not parked
+        seen = Observation(EngineState.GONE) if gone else await self.adapter.observe()
         condemned = incarnation is not None and self.data.get("condemned") == incarnation
         # Alive, verified once, and silent: waiting for its start to end would wait for ever.
         silent = seen.state is EngineState.UNREACHABLE and not seen.is_our_fault

@@ -4,6 +4,9 @@ same answers afterwards, and no request at the engine while it is parked."""
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 from lull.agents.engines import sglang
 from lull.agents.protocol.loans import LoanState, LoanStep
 from tests.agent_node import MIB
-from tests.engines.spawned import HERE
+from tests.engines.spawned import HERE, ROOT
 from tests.engines.stand_in_node import StandInNode, StandInUnderTest, stand_in_node
 
 
@@ -30,7 +33,9 @@ def engine_of(kind: str, root: Path) -> StandInUnderTest:
     kinds: dict[str, dict[str, Any]] = {
         "sglang": {"script": "sglang_server.py", "flags": [saver, backup]},
         "sglang-from-disk": {
-            **{"kind": "sglang", "script": "sglang_server.py", "flags": [saver]},
+            "kind": "sglang",
+            "script": "sglang_server.py",
+            "flags": [saver],
             "policy": {"restore_modes": {"model_weights": "NONE", "kv_cache": "NONE"}},
         },
         "lmdeploy": {"script": "lmdeploy_server.py", "flags": ["--backend", "pytorch"]},
@@ -39,7 +44,8 @@ def engine_of(kind: str, root: Path) -> StandInUnderTest:
         "process": {"script": "plain_server.py"},
         "command": {"script": "lmdeploy_server.py", "settings": own_commands(root), "attached": True},
     }
-    return StandInUnderTest(**{"kind": kind, **kinds[kind]})
+    values: dict[str, Any] = {"kind": kind, **kinds[kind]}
+    return StandInUnderTest(**values)
 
 
 # A node costs seconds: these two cross every hook of the agent, the others run with the long tests.
@@ -233,3 +239,42 @@ async def test_commands_that_refuse_lie_hang_and_fail(tmp_path: Path) -> None:
         await node.until(lambda: LoanStep.RESUME_SENT in node.steps(loan_id), "it is asked to resume")
         node.set_faults()
         await _serves_again(node, loan_id, answer)
+
+
+@pytest.mark.long
+async def test_commands_that_stop_and_start_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parked, it has no process at all; an agent that starts then has to believe the command."""
+    root = tmp_path / "alpha.engine"
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    script = str(HERE / "unit_command.py")
+    verbs = ("park", "resume", "observe")
+    settings = {f"{verb}_command": [sys.executable, "-S", script, verb, str(root)] for verb in verbs}
+    engine = StandInUnderTest(kind="command", script="plain_server.py", settings=settings, attached=True)
+    go = tmp_path / "go"
+    async with stand_in_node(tmp_path, engine) as node:
+        (root / "argv.json").write_text(json.dumps(node.commands["alpha"]))
+        try:
+            answer = (await node.ask()).json()["choices"][0]["text"]
+            job = node.job(["sh", "-c", f"until [ -e '{go}' ]; do sleep 0.02; done"], hbm_bytes=13 * MIB)
+            await node.open_loan(job)
+            await node.until(lambda: LoanStep.SPAWNED in node.steps(), "the job runs")
+            assert node.keeper().incarnation is None
+            await node.crash()
+            await node.start()
+            go.touch()
+            await _serves_again(node, "loan-1", answer)
+            assert "faulted" not in node.states()
+            await node.stop()
+            pid = (root / "pid").read_text()
+            await _run_by_hand(settings["park_command"], engine.port, pid)
+            await node.start()
+            await node.ready()
+            assert (await node.ask()).json()["choices"][0]["text"] == answer
+        finally:
+            os.kill(int((root / "pid").read_text()), signal.SIGKILL)
+
+
+async def _run_by_hand(argv: list[str], port: int, pid: str) -> None:
+    environment = {**os.environ, "LULL_ENGINE_URL": f"http://127.0.0.1:{port}", "LULL_ENGINE_PID": pid}
+    process = await asyncio.create_subprocess_exec(*argv, env=environment)
+    assert await process.wait() == 0
