@@ -49,7 +49,7 @@ def check_what_a_death_left(world: World) -> str:
     ("start", "moment"),
     [
         ("empty", "answered"),
-        ("committed", "sent"),
+        pytest.param("committed", "sent", marks=pytest.mark.long),
         pytest.param("empty", "sent", marks=pytest.mark.long),
         pytest.param("committed", "answered", marks=pytest.mark.long),
     ],
