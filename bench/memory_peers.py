@@ -1,4 +1,4 @@
-"""torch_memory_saver and vLLM's sleep mode beside our pool, on a GPU. Each in a process of its own.
+"""torch_memory_saver and vLLM's sleep mode beside our pool, on a GPU. Each in a process of its own, pinned and warm.
 
 Where one cannot run, it says why: no figure is better than a made-up one.
 """
@@ -49,16 +49,40 @@ report(lambda: allocator.sleep(offload_tags="weights"), lambda: allocator.wake_u
 }
 
 
+LULL_SCRIPT: Final = """
+import json, sys, time
+from lull.vmm import CudaDriver, Pool, RestoreMode
+nbytes = int(sys.argv[1])
+pool = Pool(CudaDriver(CudaDriver.devices()[0]), restore_modes={"weights": RestoreMode.PINNED})
+allocation = pool.allocate(nbytes, "weights")
+pool.driver.set(allocation.address, 1, nbytes)
+pool.warm_backups()
+def timed(work):
+    begin = time.perf_counter()
+    work(["weights"])
+    return time.perf_counter() - begin
+rows = [(timed(pool.release), timed(pool.resume)) for _ in range(3)]
+print(json.dumps({"first_park": rows[0][0], "later_park": min(r[0] for r in rows[1:]),
+                  "resume": min(r[1] for r in rows)}))
+pool.close()
+"""
+
+
 def peers(nbytes: int = 1 << 30) -> dict[str, dict[str, Any]]:
-    return {name: _measure(name, script, nbytes) for name, script in SCRIPTS.items()}
+    measured = {name: _measure_peer(name, script, nbytes) for name, script in SCRIPTS.items()}
+    return {"lull_on_cuda": _measure(LULL_SCRIPT, nbytes), **measured}
 
 
-def _measure(package: str, script: str, nbytes: int) -> dict[str, Any]:
+def _measure_peer(package: str, script: str, nbytes: int) -> dict[str, Any]:
     missing = [name for name in ("torch", package) if find_spec(name) is None]
     if missing:
         return {"not_run": f"{' and '.join(missing)} not installed"}
     if not _has_gpu():
         return {"not_run": "no CUDA device here"}
+    return _measure(script, nbytes)
+
+
+def _measure(script: str, nbytes: int) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", script, str(nbytes)],
@@ -69,7 +93,8 @@ def _measure(package: str, script: str, nbytes: int) -> dict[str, Any]:
         )
         return {"size_bytes": nbytes, "seconds": json.loads(done.stdout.splitlines()[-1])}
     except subprocess.CalledProcessError as error:
-        return {"not_run": f"it failed: {error.stderr[-_ANSWER_CHARACTERS_MAX:]}"}
+        last = error.stderr.strip().rpartition("\n")[2]
+        return {"not_run": f"it failed: {last}"[:_ANSWER_CHARACTERS_MAX]}
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
         return {"not_run": f"it gave no answer: {error}"[:_ANSWER_CHARACTERS_MAX]}
 

@@ -27,7 +27,7 @@ def test_one_document_with_everything_side_by_side() -> None:
         copied = [check for check in case["targets"] if check["name"] == "bytes copied by a second park"]
         assert [check["value"] for check in copied] == [0]
     assert document["attach"]["attach_seconds"] > 0
-    assert set(document["peers"]) == {"torch_memory_saver", "vllm"}
+    assert set(document["peers"]) == {"lull_on_cuda", "torch_memory_saver", "vllm"}
 
 
 def test_the_tables_say_what_was_missed() -> None:

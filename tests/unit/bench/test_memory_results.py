@@ -58,7 +58,9 @@ def test_seconds_are_medians_and_targets_go_by_the_best() -> None:
 
 def test_what_is_not_here_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_peers, "find_spec", lambda name: None)
+    monkeypatch.setattr(memory_peers, "LULL_SCRIPT", "raise SystemExit('no driver')")
     assert memory_peers.peers() == {
+        "lull_on_cuda": {"not_run": "it failed: no driver"},
         "torch_memory_saver": {"not_run": "torch and torch_memory_saver not installed"},
         "vllm": {"not_run": "torch and vllm not installed"},
     }
@@ -74,6 +76,7 @@ def test_a_peer_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_peers, "_has_gpu", lambda: True)
     scripts = {"vllm": "raise SystemExit('no kernel')", "torch_memory_saver": "print('{\"first_park\": 1.5}')"}
     monkeypatch.setattr(memory_peers, "SCRIPTS", scripts)
+    monkeypatch.setattr(memory_peers, "LULL_SCRIPT", "print('{}')")
     peers = memory_peers.peers(4096)
-    assert peers["vllm"] == {"not_run": "it failed: no kernel\n"}
+    assert peers["vllm"] == {"not_run": "it failed: no kernel"}
     assert peers["torch_memory_saver"] == {"size_bytes": 4096, "seconds": {"first_park": 1.5}}
