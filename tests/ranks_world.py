@@ -100,6 +100,9 @@ class World:
             if process.alive:
                 if process.act is not None:
                     yield f"go {number} ends {process.act}", self._ended(number, ENDINGS[process.act][0])
+                if process.act is Act.COMMIT and process.rank.phase is Phase.FAILED:
+                    undone = replace(process, act=None, memory="old")  # it had not begun
+                    yield f"go {number} does not commit", self._with(number, undone)
                 if process.inbox:
                     message, *rest = process.inbox
                     heard = replace(process, inbox=tuple(rest))

@@ -8,8 +8,8 @@ What a rank does when it loses its leader, or is told to fail, by its phase:
   idle        nothing is pending: failed, memory as it is
   preparing   failed at once; its runtime undoes what it was preparing
   prepared    undoes it, then failed
-  committing  failed; the commit runs to its end, so memory is as the operation wanted it
-  aborting    failed; the undoing runs to its end
+  committing  failed at once; a commit that has begun runs to its end, one that has not is undone
+  aborting    failed at once; the undoing runs to its end
 """
 
 from __future__ import annotations

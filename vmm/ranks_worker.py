@@ -73,6 +73,9 @@ class RankWorker:
                 self._abort_and_fail()
                 continue
             event, error = self._do(act)
+            if event is Event.DID_NOT_COMMIT:
+                # If it has failed before the commit began, the runtime refuses it and still holds what it prepared.
+                self._undo()
             with self._lock:
                 if event is Event.DID_NOT_PREPARE:
                     self.error = error
@@ -99,10 +102,14 @@ class RankWorker:
             return wrong[act], error
         return Event.DID_ABORT, None
 
-    def _abort_and_fail(self) -> None:
+    def _undo(self) -> None:
+        """No change unless something is prepared."""
         event, error = self._do(Act.ABORT)
         if event is Event.DID_NOT_ABORT:
             _log.error("what was prepared could not be undone: %s", error)
+
+    def _abort_and_fail(self) -> None:
+        self._undo()
         with self._lock:
             reason = self._reason
         self.runtime.fail(reason)

@@ -46,6 +46,7 @@ from lull.vmm.ranks_wire import (
     encode,
     listen,
 )
+from lull.vmm.ranks_worker import RankWorker
 from lull.vmm.runtime import MemoryStatus, Runtime
 from lull.vmm.signing import new_headers
 from lull.vmm.tags import InvalidTag
@@ -208,16 +209,42 @@ async def test_the_control_routes_drive_all_ranks(engine: Engine) -> None:
     assert (status, "rank 1 is gone" in str(content)) == (409, True)
 
 
-def test_until_all_are_there_nothing_parks(folder: Path) -> None:
+def test_a_commit_that_has_not_begun_when_the_rank_fails_is_undone(folder: Path) -> None:
     pool = Pool(small_driver(folder / "device"))
-    leader = RankedRuntime(Runtime(pool), folder / "ranks", 2, RankSettings(join_seconds_max=0.2))
+    pool.allocate(GRANULE_BYTES, "model_weights")
+    answers: list[Message] = []
+    worker = RankWorker(Runtime(pool), answers.append)
+    worker.hear(Message(Kind.PREPARE, 1, Verb.RELEASE))
+    wait_until(lambda: answers, 10, "an answer")
+    worker.runtime.fail("its peer is gone")
+    worker.hear(Message(Kind.COMMIT, 1))
+    wait_until(lambda: len(answers) == 2, 10, "another answer")
+    worker.close()
+    assert [answer.kind for answer in answers] == [Kind.READY, Kind.COMMIT_FAILED]
+    assert answers[1].error == "RuntimeFailed"
+    assert pool.device_bytes() == GRANULE_BYTES
+    pool.release(["model_weights"])  # nothing of it is left under way
+
+
+def test_until_all_are_there_nothing_parks(folder: Path) -> None:
+    leader = RankedRuntime(Runtime(Pool(small_driver(folder / "device"))), folder / "ranks", 2)
     try:
         assert leader.status().state is MemoryState.RUNNING
-        with pytest.raises(TransitionRefused, match=r"rank\(s\) \[1\] have not joined|did not join"):
+        with pytest.raises(TransitionInProgress, match=r"rank\(s\) \[1\] have not joined"):
             leader.release()
-        wait_until(lambda: leader.failure is not None, 10, "the deadline")
-        assert leader.failure == "rank(s) [1] did not join within 0.2 s"
-        assert not (folder / "ranks").exists()
+    finally:
+        leader.close()
+    assert not (folder / "ranks").exists()
+
+
+def test_who_does_not_join_in_time_fails_the_engine(folder: Path) -> None:
+    runtime = Runtime(Pool(small_driver(folder / "device")))
+    leader = RankedRuntime(runtime, folder / "ranks", 2, RankSettings(join_seconds_max=0.05))
+    try:
+        wait_until(lambda: runtime.status().state is MemoryState.FAILED, 10, "the deadline")
+        assert leader.failure == "rank(s) [1] did not join within 0.05 s"
+        with pytest.raises(RanksFailed, match="did not join"):
+            leader.release()
     finally:
         leader.close()
 
