@@ -55,14 +55,18 @@ class PoolGroup:
     @staticmethod
     def _undo_each(pools: Sequence[PoolLike], undo: _Step, error: BaseException | None) -> None:
         """Undoes every pool, also behind one that fails; then raises what could not be undone."""
-        failures: list[ContentsLost] = []
+        failures: list[Exception] = []
         for pool in pools:
             try:
                 undo(pool)
-            except ContentsLost as second:
+            except Exception as second:  # noqa: BLE001  raised below, once all others are undone
                 failures.append(second)
-        if failures:
-            raise failures[0] from error
+        if not failures:
+            return
+        for failure in failures:
+            if isinstance(failure, ContentsLost):
+                raise failure from error
+        raise ContentsLost("undoing a park or wake", lost=(), parked=(), live=()) from failures[0]
 
 
 def _take_back(pool: PoolLike, tags: tuple[str, ...]) -> None:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 
-from lull.vmm.errors import AdmissionClosed, ContentsLost, DeviceFailed, RuntimeFailed, TransitionInProgress
+from lull.vmm.errors import (
+    AdmissionClosed,
+    ContentsLost,
+    DeviceFailed,
+    DriverError,
+    RuntimeFailed,
+    TransitionInProgress,
+)
 from lull.vmm.host_driver import HostDriver
 from lull.vmm.lifecycle import MemoryState
 from lull.vmm.pool import Pool
 from lull.vmm.runtime import MemoryStatus, Runtime
 from lull.vmm.tags import RestoreMode
-from tests.memory import GRANULE_BYTES, in_thread, write
+from tests.memory import GRANULE_BYTES, in_thread, small_driver, write
 from tests.waiting import wait_until
 
 RUNNING = MemoryStatus(MemoryState.RUNNING, ())
@@ -194,3 +202,35 @@ def test_a_device_that_is_lost_during_a_wake_fails_the_runtime(driver: HostDrive
         runtime.resume()
     assert runtime.status().state is MemoryState.FAILED
     assert bytes(pool.backup_views("model")[0][:7]) == b"weights"  # what is left of it
+
+
+# -- pools that are only like ours
+
+
+class Stubborn(Pool):
+    """Cannot undo what it has prepared."""
+
+    def abort_release(self) -> None:
+        raise OSError("its service is gone")
+
+    def abort_resume(self) -> None:
+        raise OSError("its service is gone")
+
+
+@pytest.mark.parametrize("stubborn_first", [True, False])
+def test_a_pool_that_cannot_undo_fails_the_runtime_and_keeps_no_other_back(
+    tmp_path: Path, stubborn_first: bool
+) -> None:
+    stubborn, plain = Stubborn(small_driver(tmp_path / "one")), Pool(small_driver(tmp_path / "two"))
+    failing = small_driver(tmp_path / "three")
+    last = Pool(failing)
+    for pool in (stubborn, plain, last):
+        pool.allocate(1, "model")
+    first, second = (stubborn, plain) if stubborn_first else (plain, stubborn)
+    runtime = Runtime([first, second, last])
+    failing.inject("synchronize", DriverError("synchronize", "injected"))
+    with pytest.raises(ContentsLost, match="undoing a park or wake failed") as caught:
+        runtime.release(["model"])
+    assert isinstance(caught.value.__cause__, OSError)
+    assert runtime.status().state is MemoryState.FAILED
+    plain.release(["model"])  # it was undone, so it can begin anew
