@@ -41,6 +41,8 @@ class VllmServer(StandIn):
         self.dead = False
         self.aborting = False
         self.lora_lost = False
+        self.woken = False
+        self.hung = False
         self.idle = threading.Condition(self.lock)
         self.core = threading.Lock()  # utility calls, one after the other, as the engine core takes them
         self.cached_prompts: set[str] = set()
@@ -122,7 +124,7 @@ class VllmServer(StandIn):
         if self.version >= (0, 32) and (level not in (0, 1, 2) or mode not in ("abort", "wait", "keep")):
             return self.said("bad_value")
         if self.has_fault("sleep_hangs"):
-            self.hanging.wait()
+            self.hang()
         with self.core:
             if self.version >= (0, 17):
                 self.pause_scheduler(mode)
@@ -137,6 +139,11 @@ class VllmServer(StandIn):
         if self.version < (0, 32):
             return self.said("sleeping")
         return Reply.of_json(200, {**self.replies.value("sleeping"), "level": level})
+
+    def hang(self) -> None:
+        """This call for ever, and whatever asks the core after it."""
+        self.hung = True
+        self.hanging.wait()
 
     def release(self, level: int) -> Reply | None:
         if level == 0 or "weights" in self.asleep:
@@ -177,7 +184,7 @@ class VllmServer(StandIn):
 
     def wake_up(self, request: Request) -> Reply:
         if self.has_fault("wake_hangs"):
-            self.hanging.wait()
+            self.hang()
         if self.has_fault("wake_kills"):
             threading.Timer(0.1, os._exit, (1,)).start()
             return self.replies["internal_error"]
@@ -189,6 +196,7 @@ class VllmServer(StandIn):
             except OutOfDeviceMemory:
                 return self.replies["internal_error"]
             self.asleep -= set(tags)
+            self.woken = True
             if self.asleep and self.options.data_parallel_size > 1 and (0, 17) <= self.version < (0, 24):
                 self.die("CUDA error: an illegal memory access was encountered (dummy batch)")
             with self.idle:
@@ -217,7 +225,7 @@ class VllmServer(StandIn):
                 pool.allocate(getattr(self.options, "weights_mib" if tag == "weights" else "kv_mib") * MIB, "leaked")
 
     def is_sleeping(self, request: Request) -> Reply:
-        if self.has_fault("sleep_hangs") or self.has_fault("wake_hangs"):
+        if self.hung and (self.has_fault("sleep_hangs") or self.has_fault("wake_hangs")):
             self.hanging.wait()
         if self.has_fault("ranks_disagree"):
             return self.replies["ranks_disagree"]
@@ -276,7 +284,7 @@ class VllmServer(StandIn):
     def complete(self, request: Request) -> Reply:
         body = request.json()
         prompt, tokens = str(body.get("prompt", "")), int(body.get("max_tokens", 16))
-        if self.has_fault("answer_hangs"):
+        if self.has_fault("answer_hangs_after_wake") and self.woken:
             self.hanging.wait()
         with self.idle:
             if self.paused_by_user and self.version >= (0, 33):
@@ -308,7 +316,7 @@ class VllmServer(StandIn):
         asked_of_lora = body.get("model") in self.options.lora and not self.lora_lost
         seen = prompt + (f" as {body['model']}" if asked_of_lora else "")
         words = self.memory.text(seen, tokens).split()
-        if self.has_fault("garbage") or stale:
+        if (self.has_fault("garbage") and self.woken) or stale:
             words = words[::-1]
         logprobs = None
         if body.get("logprobs") is not None:
