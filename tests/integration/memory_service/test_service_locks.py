@@ -33,7 +33,7 @@ from tests.waiting import wait_until
 RW, EITHER = Lock.READ_WRITE, Lock.READ_WRITE_OR_READ_ONLY
 
 
-def filled(world: World, value: int = 0x5A, **given: object) -> ServicePool:
+def filled(world: World, value: int = 0x5A, **given: Any) -> ServicePool:
     """A committed pool of 4 MiB."""
     pool = world.attach(EITHER, **given)
     assert pool.writer
