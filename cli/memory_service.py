@@ -31,7 +31,7 @@ def memory_service(
     ] = None,
     allow_uid: Annotated[
         list[int] | None,
-        typer.Option(metavar="UID", help="User that may attach besides our own. Repeatable."),
+        typer.Option(metavar="UID", help="User that may attach besides our own: 0 lets root."),
     ] = None,
     clients_max: Annotated[int, typer.Option(min=1, help="Connections at once.")] = _DEFAULT.clients_max,
     pools_max: Annotated[int, typer.Option(min=1, help="Pools at once.")] = _DEFAULT.pools_max,

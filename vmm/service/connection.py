@@ -192,12 +192,14 @@ class Connection(ABC):
         with self.holdings.mutex:
             allocations = len(pool.layout.slots)
             handles, backups = pool.take_contents()
-        for handle in handles:
-            pool.give_up(handle)
-        for backup in backups:
-            backup.free()
-        with self.holdings.mutex:
-            pool.state.cleared(allocations)
+        try:
+            for handle in handles:
+                pool.give_up(handle)
+            for backup in backups:
+                backup.free()
+        finally:
+            with self.holdings.mutex:
+                pool.state.cleared(allocations)
 
     def wake(self, pool: HeldPool, session: Session, oom_wait_seconds: float) -> None:
         done = False
