@@ -19,6 +19,9 @@ from tests.agent_node import MIB
 from tests.engines.spawned import HERE, ROOT
 from tests.engines.stand_in_node import StandInNode, StandInUnderTest, stand_in_node
 
+# A crash here is a cancellation, which now and then catches httpx between two of its own coroutines.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 def own_commands(root: Path) -> dict[str, Any]:
     script, faults = str(HERE / "park_command.py"), str(root / "alpha.engine" / "faults.json")
