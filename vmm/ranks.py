@@ -204,8 +204,8 @@ class RankedRuntime:
         assert self._listener is not None, "only with other ranks"
         deadline = time.monotonic() + self._settings.join_seconds_max
         while missing := self._missing_unless_closed():
-            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
+                self._listener.settimeout(max(0.01, deadline - time.monotonic()))
                 connection, _ = self._listener.accept()
                 connection.settimeout(None)
                 rank, link = self._joined(connection)

@@ -159,7 +159,7 @@ def test_one_operation_at_a_time(engine: Engine) -> None:
         assert begun.wait(30)
         with pytest.raises(TransitionInProgress, match="another park or wake is under way"):
             engine.leader.resume()
-        assert engine.leader.status().state is MemoryState.PARKING
+        wait_until(lambda: engine.leader.status().state is MemoryState.PARKING, 10, "rank 0 parking")
         go.set()
         first.result(30)
     assert engine.leader.status().state is MemoryState.PARKED
