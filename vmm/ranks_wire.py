@@ -177,8 +177,11 @@ class Link:
 
     def receive(self, seconds_max: float | None = None) -> Frame:
         """The next frame. Raises RankLinkError when there will be none, or none came in time."""
-        if seconds_max is not None and not select.select([self._socket], [], [], seconds_max)[0]:
-            raise RankLinkError(f"said nothing for {seconds_max} s")
+        if seconds_max is not None:
+            waiting = select.poll()  # which has no limit on descriptors: an engine may have thousands
+            waiting.register(self._socket, select.POLLIN)
+            if not waiting.poll(seconds_max * 1000):
+                raise RankLinkError(f"said nothing for {seconds_max} s")
         (nbytes,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         if not 0 < nbytes <= FRAME_BYTES_MAX:
             raise RankLinkError(f"announced a frame of {nbytes} bytes; at most {FRAME_BYTES_MAX} are allowed")
