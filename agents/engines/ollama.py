@@ -8,7 +8,8 @@ listed, so the park counts as refused; one that is no longer listed and keeps it
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, cast
 
 from ..errors import AgentError, EngineRefused
 from ..protocol.capabilities import KV_CACHE, MODEL_WEIGHTS, Capabilities
@@ -57,9 +58,10 @@ class OllamaAdapter:
     async def _is_loaded(self) -> bool:
         reply = accepted(await call("GET", f"{self._base_url}/api/ps", _STATUS_SECONDS))
         models: Any = json_object(reply).get("models")
-        if not isinstance(models, list):
+        entries = objects(models)
+        if not isinstance(models, list) or len(entries) != len(cast("Sequence[Any]", models)):
             raise EngineRefused(reply.status_code, f"odd /api/ps: {reply.text[:200]}")
-        names = [entry.get(key) for entry in objects(models) for key in ("name", "model")]
+        names = [entry.get(key) for entry in entries for key in ("name", "model")]
         return self._model in names or f"{self._model}:latest" in names
 
     async def park(self, policy: EnginePolicy, seconds_max: float) -> None:

@@ -50,6 +50,7 @@ _IDLE_POLL_SECONDS: Final = 0.05
 _IDLE_POLL_SECONDS_MAX: Final = 1.0
 _IDLE_SHARE: Final = 0.25  # of the park call's time: the rest is the sleep's
 _BUSY: Final = 409
+_NOT_FOUND: Final = 404
 _REQUESTS: Final = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
 
 # The ledger. `park` and `wake` say how the one call went; `level` is 0 for the KV cache alone; `reload` is true while
@@ -87,11 +88,11 @@ class VllmAdapter:
 
     async def _probe(self) -> VllmFacts:
         incarnation = self._outside.incarnation
-        said = await self._get("/version")
-        version = json_object(said).get("version") if said.status_code == 200 else None
-        shown = await self._get("/openapi.json")
-        openapi = json_object(shown) if shown.status_code == 200 else None
-        has_dev_routes = openapi is None and (await self._get(IS_SLEEPING)).status_code == 200
+        said = await self._get_if_there("/version")
+        version = None if said is None else json_object(said).get("version")
+        shown = await self._get_if_there("/openapi.json")
+        openapi = None if shown is None else json_object(shown)
+        has_dev_routes = openapi is None and await self._get_if_there(IS_SLEEPING) is not None
         facts = facts_of(
             None if version is None else str(version), openapi, self._words(incarnation), has_dev_routes=has_dev_routes
         )
@@ -125,13 +126,15 @@ class VllmAdapter:
             # The core is dead, or its data-parallel ranks disagree: nothing but a restart mends either.
             return Observation(EngineState.FAILED, detail=f"it answers {said.status_code}: {error_text(said)}")
         told = self._ledger.read()
-        if IS_SLEEPING in facts.routes:
-            try:
-                sleeping = json_object(accepted(said)).get("is_sleeping") is True
-            except AgentError as error:
-                return Observation(EngineState.UNREACHABLE, detail=f"odd state: {error}")
-        else:
-            sleeping = told.get("park") == DONE and told.get("wake") != DONE
+        sleeping: Any = told.get("park") == DONE and told.get("wake") != DONE
+        try:
+            accepted(said)
+            if IS_SLEEPING in facts.routes:
+                sleeping = json_object(said).get("is_sleeping")
+        except AgentError as error:
+            return Observation(EngineState.UNREACHABLE, detail=str(error), is_our_fault=is_our_fault(error))
+        if not isinstance(sleeping, bool):
+            return Observation(EngineState.UNREACHABLE, detail=f"odd {IS_SLEEPING}: {said.text[:200]}")
         state, detail = _state(facts, told, sleeping=sleeping)
         if state is not EngineState.PARKED:
             return Observation(state, detail=detail)
@@ -293,6 +296,10 @@ class VllmAdapter:
 
     async def _get(self, path: str) -> httpx.Response:
         return await call("GET", self._url + path, STATUS_SECONDS)
+
+    async def _get_if_there(self, path: str) -> httpx.Response | None:
+        reply = await self._get(path)
+        return None if reply.status_code == _NOT_FOUND else accepted(reply)
 
     async def _post(self, path: str, seconds_max: float, query: dict[str, Any] | None = None) -> httpx.Response:
         url = httpx.URL(self._url + path, params=query) if query else httpx.URL(self._url + path)
