@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -46,13 +47,13 @@ class ChildModel:
 
     def wait_ready(self, seconds_max: float = 30.0) -> bool:
         """False if it ended instead."""
-        deadline = time.monotonic() + seconds_max
+        deadline, never = time.monotonic() + seconds_max, threading.Event()
         while self.alive and time.monotonic() < deadline:
             try:
                 if self.ask("GET", "/health", b"").status == 200:
                     return True
             except OSError:
-                time.sleep(0.02)
+                never.wait(0.02)
         return False
 
     def ask(self, method: str, path: str, body: bytes) -> Reply:

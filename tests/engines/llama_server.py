@@ -81,7 +81,7 @@ class LlamaServer(StandIn):
 
     def _finish_unload(self) -> None:
         if self.has_fault("slow_child"):
-            time.sleep(0.4)
+            self.hanging.wait(0.4)
         self.child.stop()
         with self.lock:
             self.status = "unloaded"
@@ -94,7 +94,7 @@ class LlamaServer(StandIn):
                 self._load()
         deadline = time.monotonic() + 30
         while self.status == "loading" and time.monotonic() < deadline:
-            time.sleep(0.02)
+            self.hanging.wait(0.02)
         return self.child.ask("POST", "/v1/completions", request.body)
 
 

@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -155,7 +154,7 @@ class StandIn:
             self.in_flight += 1
         try:
             if self.has_fault("slow_answer"):
-                time.sleep(0.3)
+                self.hanging.wait(0.3)
             text = self.memory.text(str(body.get("prompt", "")), int(body.get("max_tokens", 16)))
         finally:
             with self.lock:
@@ -230,8 +229,9 @@ def serve(stand_in: StandIn, port: int) -> None:
 
 
 def _watch_parent(pid: int) -> None:
+    never = threading.Event()
     while os.getppid() == pid:
-        time.sleep(0.05)
+        never.wait(0.05)
     os._exit(1)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import threading
-import time
 from pathlib import Path
 
 from lull.vmm.errors import OutOfDeviceMemory
@@ -209,12 +208,10 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--admin-api-key", default="")
     parser.add_argument("--api-key", default="")
     parser.add_argument("--health-seconds", type=float, default=20.0)
-    parser.add_argument("--start-seconds", type=float, default=0.0)
 
 
 def main() -> None:
     options = options_of(_flags)
-    time.sleep(options.start_seconds)
     try:
         stand_in = SglangServer(options)
     except OutOfDeviceMemory as error:

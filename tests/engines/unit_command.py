@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
+
+from tests.waiting import wait_until
 
 RUNNING, PARKED, CHANGING = 0, 10, 11
 
@@ -22,6 +23,13 @@ def answers(url: str) -> bool:
     return True
 
 
+def has_ended(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+
+
 def main(verb: str, root: Path) -> int:
     """``root/argv.json`` is what the unit runs; ``root/pid`` its process."""
     stopped, url = root / "stopped", os.environ["LULL_ENGINE_URL"]
@@ -30,8 +38,7 @@ def main(verb: str, root: Path) -> int:
     if verb == "park":
         pid = int(os.environ["LULL_ENGINE_PID"])
         os.kill(pid, signal.SIGTERM)
-        while os.path.exists(f"/proc/{pid}") and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
-            time.sleep(0.01)
+        wait_until(lambda: has_ended(pid), 20, "its end")
         stopped.touch()
         return RUNNING
     nowhere = subprocess.DEVNULL
@@ -44,8 +51,7 @@ def main(verb: str, root: Path) -> int:
     )
     (root / "pid").write_text(str(child.pid))
     stopped.unlink(missing_ok=True)
-    while not answers(url):
-        time.sleep(0.02)
+    wait_until(lambda: answers(url), 30, "its start")
     return RUNNING
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from lull.vmm.host_driver import HostDriver
 from lull.vmm.pool import Pool
 from lull.vmm.tags import RestoreMode
 from tests.engines.spawned import Spawned, spawned
-from tests.waiting import wait_until
+from tests.waiting import wait_until, wait_until_async
 
 KEPT = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 POLICY = EnginePolicy()
@@ -47,12 +46,13 @@ async def text(engine: Spawned) -> str:
 
 
 async def settled(engine: Spawned, *states: EngineState) -> Observation:
-    for _ in range(200):
+    async def look() -> Observation | None:
         seen = await adapter_of(engine).observe()
-        if seen.state in states:
-            return seen
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"{seen} and not {states}")
+        return seen if seen.state in states else None
+
+    seen = await wait_until_async(look, 10, f"one of {states}")
+    assert seen is not None
+    return seen
 
 
 async def test_parks_with_one_release_and_wakes_with_the_same_answer(engine: Spawned) -> None:
@@ -151,8 +151,11 @@ async def test_a_release_that_was_never_sent_counts_as_not_done_after_a_while(
     )
     one = adapter_of(engine)
     assert (await one.observe()).state is EngineState.PARKING
-    await asyncio.sleep(0.12)
-    assert (await one.observe()).state is EngineState.RUNNING
+
+    async def running() -> bool:
+        return (await one.observe()).state is EngineState.RUNNING
+
+    await wait_until_async(running, 5, "it counts as not done")
     assert await text(engine)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,11 @@ import pytest
 from lull.agents.engine_process import EngineProcess
 from lull.agents.engines.command import CommandAdapter
 from lull.agents.errors import EngineRefused, EngineTimedOut
+from lull.agents.processes import identity
 from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import EngineState
 from lull.agents.settings import EngineSettings
+from tests.waiting import wait_until_async
 
 
 class Outside:
@@ -88,11 +89,7 @@ async def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) 
     with pytest.raises(EngineTimedOut, match="killed"):
         await adapter(park_command=hangs).park(EnginePolicy(), 0.3)
     child = int(pid_file.read_text())
-    for _ in range(100):
-        if not os.path.exists(f"/proc/{child}") or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("its child lives on")
+    await wait_until_async(lambda: identity(child) is None, 5, "the end of its child")
 
 
 async def test_output_without_end_neither_blocks_it_nor_is_kept() -> None:
