@@ -98,7 +98,7 @@ def outlive(name):
                 return 4
     check(pool)
     pool.close()
-    return 0
+    return 0 if calls >= kill_at else 5
 
 def hold(name, *acts):
     pool = attach(name)
@@ -149,7 +149,10 @@ class Clients:
         return int(self._heard().split()[1])
 
     def outlive(self, service_pid: int, kill_at: int) -> int:
-        """A life in which the service is killed after the ``kill_at``-th request: 0 whole, 3 not built, 4 lost."""
+        """A life in which the service is killed after the ``kill_at``-th request.
+
+        0: whole, 3: not built, 4: lost, 5: not so long.
+        """
         self._say(f"outlive w {kill_at} {service_pid}")
         return int(self._heard().split()[1])
 

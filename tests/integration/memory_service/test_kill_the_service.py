@@ -11,7 +11,7 @@ from tests.memory_clients import DEVICE_BYTES, memory_clients
 from tests.memory_services import MIB, MemoryService, host_service
 from tests.waiting import wait_until
 
-WHOLE, NOT_BUILT, LOST = 0, 3, 4
+WHOLE, NOT_BUILT, LOST, NOT_SO_LONG = 0, 3, 4, 5
 WAKE_REQUESTS = 4  # resume, slots, and an export for each of two allocations
 
 
@@ -45,13 +45,14 @@ def test_an_engine_outlives_its_service_at_every_step(tmp_path: Path) -> None:
         memory_clients(str(device.path), service.socket) as clients,
     ):
         for step in range(1, 100):
-            first = service.pid
+            killed = service.process
+            assert killed is not None
             with Restarting(service):
-                outcomes.append(clients.outlive(service.pid, step))
-            if service.pid == first and service.process is not None and service.process.poll() is None:
-                break  # the life has fewer steps
-            if service.process is not None and service.process.poll() is not None:
-                service.start()
+                outcome = clients.outlive(service.pid, step)
+                if outcome == NOT_SO_LONG:
+                    break
+                wait_until(lambda killed=killed: service.process is not killed, 20, "another service")
+            outcomes.append(outcome)
             pool = wait_until(lambda: _unused(service), 10, "the engine forgotten")
             assert pool is not None
             used_bytes = device.capacity_bytes - device.free_bytes()
