@@ -15,7 +15,7 @@ from lull.agents.probe import HostMemoryProbe
 from lull.agents.settings import RESTORE_MODE_FLAGS, EngineSettings
 from lull.vmm.host_device import HostDevice
 from tests.agent_node import free_port
-from tests.engines.spawned import MIB, ROOT, stand_in_command
+from tests.engines.spawned import HERE, MIB, ROOT, stand_in_command
 from tests.waiting import wait_until_async
 
 WEIGHTS_MIB: Final = 4
@@ -39,6 +39,11 @@ class Kind:
 
 
 _VLLM: Final = ("--enable-sleep-mode", "--version")
+# {root} is the rig's folder.
+_COMMANDS: Final = {
+    f"{verb}_command": [sys.executable, "-I", "-S", str(HERE / "park_command.py"), verb, "{root}/faults.json"]
+    for verb in ("park", "resume", "observe")
+}
 KINDS: Final = (
     Kind("trtllm", "trtllm", "", signs=True),
     Kind("vllm 0.33", "vllm", "vllm_server.py", (*_VLLM, "0.33.0")),
@@ -62,6 +67,7 @@ KINDS: Final = (
     Kind("llama-server", "llama-server", "llama_server.py", starts_parked=True),
     Kind("ollama", "ollama", "ollama_server.py", starts_parked=True),
     Kind("process", "process", "plain_server.py", asks=False),
+    Kind("command", "command", "lmdeploy_server.py", settings=_COMMANDS, asks=False),
 )
 
 
@@ -90,7 +96,7 @@ class Rig:
             "device_indexes": [0],
             "env": {"PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1"},
             "stop_seconds_max": 5,
-            **kind.settings,
+            **{key: self._with_root(value) for key, value in kind.settings.items()},
         }
         if kind.signs:
             fields["control_key_file"] = self.key_file
@@ -100,6 +106,11 @@ class Rig:
         else:
             command = stand_in_command(kind.script, self.root, self.device.path, port, *kind.flags)
         return EngineSettings.model_validate({**fields, "command": command})
+
+    def _with_root(self, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [str(word).replace("{root}", str(self.root)) for word in value]
 
     @property
     def incarnation(self) -> str | None:
