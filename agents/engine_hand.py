@@ -193,6 +193,7 @@ class EngineHand:
             processes={} if process is None else {"engine": process},
             endpoint=f"http://{self.node.settings.gateway.listen}",
             reason=self.reason,
+            capabilities=self.capabilities,
         )
 
     def report(self) -> None:

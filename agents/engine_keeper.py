@@ -51,9 +51,10 @@ class EngineKeeper(EngineHand):
             return f"policy version {version} is older than {self.policy_version}"
         if self.settings.policy_locked:
             return "the agent's file locks this engine's policy"
-        refusal = self.refusal(policy)
+        changes_modes = policy.restore_modes != self.policy.restore_modes
+        refusal = self.refusal(policy) if changes_modes else None
         fixed = self.process is None and MODES_ARE_FLAGS[self.settings.kind]
-        if refusal is None and fixed and policy.restore_modes != self.policy.restore_modes:
+        if refusal is None and fixed and changes_modes:
             refusal = "restore modes of an attached engine are fixed by whoever started it"
         if refusal is not None:
             return refusal

@@ -73,12 +73,13 @@ async def put_policy(
     policy = await read_body(request, EnginePolicy)
     expected_version = _expected_version(if_match)
     row = await store.get_engine(engine)
-    unable = refusal(known_capabilities(row.kind), policy)
-    if unable is not None:
+    changes_modes = policy.restore_modes != row.policy.restore_modes
+    unable = refusal(row.capabilities or known_capabilities(row.kind), policy) if changes_modes else None
+    if unable is not None and not row.policy_locked:
         raise invalid_field("restore_modes", unable, code="policy_not_honoured")
     # An engine that somebody else runs got its restore modes with its start flags: only a restart changes them.
     fixed = MODES_ARE_FLAGS.get(row.kind, True)
-    if fixed and not row.supervised and not row.policy_locked and policy.restore_modes != row.policy.restore_modes:
+    if fixed and changes_modes and not row.supervised and not row.policy_locked:
         modes = {tag: str(mode) for tag, mode in row.policy.restore_modes.items()}
         raise invalid_field(
             "restore_modes",

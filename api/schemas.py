@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from ..agents.protocol.capabilities import Capabilities
 from ..agents.protocol.loans import LoanState, LoanStep
 from ..agents.protocol.policy import EnginePolicy
 from ..agents.protocol.wire import AttemptEnd, AttemptState, DeviceProcess, EngineState, GateState, OccupancyKind
@@ -105,6 +106,7 @@ class Engine(View):
     incarnation: str | None = None
     device_bytes: dict[str, int] = Field(default_factory=dict[str, int])
     residual_bytes: dict[str, int] = Field(default_factory=dict[str, int])
+    capabilities: Capabilities | None = Field(None, description="What it can do, by its own word; absent until asked")
     policy_version: int
     policy_version_in_force: int
     policy_locked: bool = False

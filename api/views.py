@@ -126,6 +126,7 @@ def engine_of(row: model.EngineRow) -> schemas.Engine:
         incarnation=row.incarnation,
         device_bytes=dict(row.device_bytes),
         residual_bytes=dict(row.residual_bytes),
+        capabilities=row.capabilities,
         policy_version=row.policy_version,
         policy_version_in_force=row.policy_version_in_force,
         policy_locked=row.policy_locked,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NewType
 
+from ..agents.protocol.capabilities import Capabilities
 from ..agents.protocol.loans import LoanState, LoanStep
 from ..agents.protocol.policy import EnginePolicy
 from ..agents.protocol.wire import AttemptEnd, AttemptState, EngineState, GateState, OccupancyKind, Reason
@@ -232,6 +233,7 @@ class EngineRow:
     incarnation: str | None
     device_bytes: Mapping[str, int]
     residual_bytes: Mapping[str, int]
+    capabilities: Capabilities | None
     processes: Mapping[str, Any]
     endpoint: str | None
     reason: Reason | None

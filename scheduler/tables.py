@@ -107,6 +107,7 @@ engines = Table(
     Column("incarnation", Text),
     Column("device_bytes", JSON, nullable=False),
     Column("residual_bytes", JSON, nullable=False),
+    Column("capabilities", JSON(none_as_null=True)),  # null: its agent has not asked it yet
     Column("processes", JSON, nullable=False),
     Column("endpoint", Text),
     Column("reason", JSON(none_as_null=True)),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
+from .capabilities import Capabilities
 from .loans import LoanEvent, LoanState, LoanStep
 from .policy import EnginePolicy
 from .words import AttemptEnd as AttemptEnd
@@ -245,6 +246,7 @@ class EngineChanged(Message):
     processes: dict[str, ProcessIdentity] = Field(default_factory=dict)
     endpoint: str | None = None  # where clients reach it: the gate, never the engine itself
     reason: Reason | None = None
+    capabilities: Capabilities | None = None  # None: it was not asked yet
 
 
 class DeviceProcess(Message):

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, RowMapping, func, select
 
+from ...agents.protocol.capabilities import Capabilities
 from ...agents.protocol.loans import LoanState, LoanStep
 from ...agents.protocol.policy import EnginePolicy
 from ...agents.protocol.wire import ORDER, EngineState, GateState, OccupancyKind, OrderEnvelope, Reason
@@ -144,6 +145,7 @@ def _engine_rows(conn: Connection, rows: Iterable[RowMapping]) -> list[EngineRow
             incarnation=row["incarnation"],
             device_bytes=row["device_bytes"],
             residual_bytes=row["residual_bytes"],
+            capabilities=None if row["capabilities"] is None else Capabilities.model_validate(row["capabilities"]),
             processes=row["processes"],
             endpoint=row["endpoint"],
             reason=as_reason(row["reason"]),

@@ -5,8 +5,10 @@ from typing import Any
 import httpx
 import pytest
 
+from lull.agents.protocol.capabilities import Capabilities, ParkPlan
 from lull.agents.protocol.policy import EnginePolicy
 from lull.scheduler.store import Store
+from lull.vmm.tags import RestoreMode
 from tests.wire_node import GIB, WireNode
 
 
@@ -90,6 +92,36 @@ async def test_a_policy_that_is_not_obeyed_is_422(
     assert answer.status_code == 422
     assert says in answer.json()["detail"]
     assert (await http.get("/engines/alpha/policy")).json() == before
+
+
+async def test_a_policy_is_judged_by_what_the_engine_says_it_can_do(http: httpx.AsyncClient, node: WireNode) -> None:
+    """Version, routes and flags of the very process: the nearest policy that it can honour is named."""
+    level_1 = ParkPlan(
+        name="level 1", modes={"model_weights": [RestoreMode.CPU, RestoreMode.PINNED], "kv_cache": [RestoreMode.NONE]}
+    )
+    able = Capabilities(engine="vLLM 0.33.0", version="0.33.0", plans=[level_1], can_reload_weights=True)
+    engine = node.engine("alpha").engine.model_copy(update={"engine_kind": "vllm", "capabilities": able})
+    assert (await node.report(engine.model_dump(mode="json"))).status_code == 200
+    assert (await http.get("/engines/alpha")).json()["capabilities"]["version"] == "0.33.0"
+
+    lost = {"model_weights": "NONE", "kv_cache": "NONE"}
+    refused = await http.put("/engines/alpha/policy", json=_policy(restore_modes=lost))
+    assert (refused.status_code, refused.json()["code"]) == (422, "policy_not_honoured")
+    near = 'the nearest policy that it can honour: restore_modes = { model_weights = "CPU", kv_cache = "NONE" }'
+    assert near in refused.json()["detail"]
+    pinned = {"model_weights": "PINNED", "kv_cache": "NONE"}
+    assert (await http.put("/engines/alpha/policy", json=_policy(restore_modes=pinned))).status_code == 200
+
+    # An agent that started again has not asked it yet; then it finds that it cannot be parked at all.
+    assert (await node.report(engine.model_copy(update={"capabilities": None}).model_dump(mode="json"))).is_success
+    assert (await http.put("/engines/alpha/policy", json=_policy(restore_modes=lost))).status_code == 422
+    unable = able.model_copy(update={"unsupported": "vLLM 0.33.0 cannot be parked: VLLM_SERVER_DEV_MODE=1"})
+    told = engine.model_copy(update={"capabilities": unable})
+    assert (await node.report(told.model_dump(mode="json"))).is_success
+    refused = await http.put("/engines/alpha/policy", json=_policy(restore_modes={"kv_cache": "NONE"}))
+    assert (refused.status_code, "VLLM_SERVER_DEV_MODE=1" in refused.json()["detail"]) == (422, True)
+    # Its other terms may be set all the same.
+    assert (await http.put("/engines/alpha/policy", json=_policy(restore_modes=pinned, gate="refuse"))).is_success
 
 
 async def test_the_restore_modes_of_an_attached_engine_cannot_be_changed(

@@ -115,6 +115,8 @@ async def test_an_engine_that_cannot_be_parked_serves_and_is_not_lent(
         assert reason is not None
         assert reason["code"] == "PolicyRefused"
         assert says in reason["sentence"]
+        told = node.reports("engine_changed")[-1]["capabilities"]
+        assert says in told["unsupported"]
         assert "POST /sleep" not in node.calls()
 
 
