@@ -45,6 +45,8 @@ class LlamaServer(StandIn):
             entry["status"] = self.replies.value("status_unloaded")
         if self.has_fault("says_unloaded"):
             entry["status"] = self.replies.value("status_unloaded")
+        if self.has_fault("no_router"):  # started with -m
+            del entry["status"]
         return Reply.of_json(200, value)
 
     def load(self, request: Request) -> Reply:

@@ -53,6 +53,8 @@ class OllamaServer(StandIn):
         return Reply.of_json(200, value)
 
     def _load(self) -> bool:
+        if self.has_fault("load_fails"):
+            return False
         if not self.runner.alive:
             self.runner.start()
         self.listed = self.runner.wait_ready()

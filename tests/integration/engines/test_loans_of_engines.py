@@ -235,10 +235,11 @@ async def test_commands_that_refuse_lie_hang_and_fail(tmp_path: Path) -> None:
         answer = (await node.ask()).json()["choices"][0]["text"]
         for number, fault in enumerate(("park_refuses", "park_fails", "park_lies", "park_hangs"), 1):
             await _refused(node, number, fault, "ParkRefused", answer)
+        await _refused(node, 5, "frees_nothing", "HBMNotFreed", answer)
         reason = node.last_reason("loan-1")
         assert reason is not None
         assert "somebody is looking at it" in reason["sentence"]
-        loan_id = await _lend(node, 5, "resume_fails")
+        loan_id = await _lend(node, 6, "resume_fails")
         await node.until(lambda: LoanStep.RESUME_SENT in node.steps(loan_id), "it is asked to resume")
         node.set_faults()
         await _serves_again(node, loan_id, answer)
