@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from tests.agent_node import AgentNode, EngineUnderTest
 
 _KEPT_MAX: Final = 2  # each engine has torch in its memory
-_STAYS: Final = frozenset({"node.json", "engines", "gateway", "gateway.sock"})  # in the agent's directory
+# In the agent's directory: who it is, and what the processes that live on have there.
+_STAYS: Final = frozenset({"node.json", "engines", "gateway", "gateway.sock", "gateway.sock.lock"})
 _kept: dict[str, AgentNode] = {}
 
 
