@@ -231,7 +231,8 @@ class VllmAdapter:
         deadline = time.monotonic() + seconds_max
         self._ledger.intend(wake=SENT)
         if told.get("level") == 0:
-            await self._wake_call(["kv_cache"], deadline)
+            # An agent may have died before the release: then the scheduler alone waits, and has a tag of its own.
+            await self._wake_call(["kv_cache", "scheduling"], deadline)
         elif told.get("reload") and facts.wakes_in_stages and facts.data_parallel == 1:
             await self._wake_call(["weights"], deadline)
             try:

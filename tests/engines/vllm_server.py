@@ -200,7 +200,9 @@ class VllmServer(StandIn):
             if self.asleep and self.options.data_parallel_size > 1 and (0, 17) <= self.version < (0, 24):
                 self.die("CUDA error: an illegal memory access was encountered (dummy batch)")
             with self.idle:
-                if not self.asleep or self.version < (0, 24):
+                # A wake that finds nothing of its tags asleep changes nothing; the scheduler has a tag of its own.
+                goes_on = bool(tags) or "scheduling" in asked or "tags" not in request.query
+                if goes_on and (not self.asleep or self.version < (0, 24)):
                     self.paused_by_sleep = False
                     self.idle.notify_all()
         if self.has_fault("lora_dropped"):

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from lull.agents.engines import llama_server, lmdeploy, ollama, sglang
+from lull.agents.engines import llama_server, lmdeploy, ollama, sglang, vllm
 from tests.agent_node import MIB
+from tests.engines.spawned import ROOT
 from tests.engines.stand_in_node import StandInNode, StandInUnderTest, stand_in_node
+from tests.engines.vllm_rig import DEV_MODE
 
 # A crash here is a cancellation, which now and then catches httpx between two of its own coroutines.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -73,6 +75,28 @@ async def test_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = StandInUnderTest(flags=["--enable-memory-saver"], policy={"restore_modes": NONE})
     async with stand_in_node(tmp_path, engine) as node:
         await _die_everywhere(node, monkeypatch, sglang, SGLANG)
+
+
+VLLM_LEVEL_2 = [
+    *(("/sleep", 1), ("tags=weights", 1), ("/collective_rpc", 1), ("tags=kv_cache", 1), ("/reset_prefix_cache", 1)),
+]
+VLLM_KV_ONLY = [("/sleep", 1), ("/release_kv_cache_memory", 1), ("/wake_up", 1)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("modes", "points"), [(NONE, VLLM_LEVEL_2), ({"kv_cache": "NONE"}, VLLM_KV_ONLY)])
+async def test_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: dict[str, str], points: list[tuple[str, int]]
+) -> None:
+    engine = StandInUnderTest(
+        kind="vllm",
+        script="vllm_server.py",
+        flags=["--version", "0.33.0", "--enable-sleep-mode"],
+        policy={"restore_modes": modes, "settle_seconds_max": 0.5},
+        settings={"env": {"PYTHONPATH": str(ROOT), **DEV_MODE}, "vllm": {"reload": "reload_weights"}},
+    )
+    async with stand_in_node(tmp_path, engine) as node:
+        await _die_everywhere(node, monkeypatch, vllm, points)
 
 
 @pytest.mark.long

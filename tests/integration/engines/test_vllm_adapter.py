@@ -103,7 +103,7 @@ async def test_the_kv_cache_alone(tmp_path: Path) -> None:
         await adapter_of(engine).resume(KV_ONLY, CALL_SECONDS)
         await adapter_of(engine).after_resume(KV_ONLY, CALL_SECONDS)
         assert (engine.held_mib(), await answer(engine)) == (6, golden)
-        sent = ["/sleep?level=0&mode=keep", "/release_kv_cache_memory", "/wake_up?tags=kv_cache"]
+        sent = ["/sleep?level=0&mode=keep", "/release_kv_cache_memory", "/wake_up?tags=kv_cache&tags=scheduling"]
         assert posts(engine) == sent
 
 
