@@ -8,7 +8,7 @@ import typer
 
 from .choosing import SelectorOption, SortOption, ordered, selected
 from .context import Session, client_command
-from .output import Column, Row, described, field, part_of, text_of
+from .output import Column, Row, described, field, part_of, parts_of, text_of
 from .quantities import format_size
 
 EngineArgument = Annotated[str, typer.Argument(metavar="ENGINE", help="Its name or id.")]
@@ -57,8 +57,14 @@ def restart(session: Session, engine: EngineArgument) -> None:
         session.out.item(found, lambda _: [])
 
 
+def _plan(plan: Row) -> str:
+    tags = ", ".join(f"{text_of(tag)} {'/'.join(modes)}" for tag, modes in part_of(plan, "modes").items())
+    return f"{text_of(plan['name'])} ({tags})"
+
+
 def engine_lines(row: Row) -> list[str]:
     version, in_force = row["policy_version"], row["policy_version_in_force"]
+    able = part_of(row, "capabilities")
     return described(
         [
             ("engine", text_of(row["name"])),
@@ -74,6 +80,11 @@ def engine_lines(row: Row) -> list[str]:
             ("node", text_of(row["node_id"])),
             ("loan", text_of(row.get("loan_id"))),
             ("endpoint", text_of(row.get("endpoint"))),
+            ("version", text_of(able.get("version"))),
+            ("parks by", "" if able.get("unsupported") else "; ".join(_plan(plan) for plan in parts_of(able, "plans"))),
+            ("cannot", text_of(able.get("unsupported"))),
+            ("fragile", text_of(able.get("fragile"))),
+            ("notes", text_of(able.get("notes"))),
             ("policy", f"version {version}" + ("" if version == in_force else f" ({in_force} is in force)")),
         ]
     )
