@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -343,12 +342,10 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speculative-config", default="")
     parser.add_argument("--data-parallel-size", type=int, default=1)
     parser.add_argument("--kv-offloading-backend", default="")
-    parser.add_argument("--start-seconds", type=float, default=0.0)
 
 
 def main() -> None:
     options = options_of(_flags)
-    time.sleep(options.start_seconds)
     try:
         stand_in = VllmServer(options)
     except OutOfDeviceMemory as error:
