@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from .box import Box, BoxError, EnginePlan, open_box
-from .loan_parts import PARTS, own_seconds, part_seconds, stamps_of
+from .loan_parts import PARTS, is_over, own_seconds, part_seconds, stamps_of
 
 if TYPE_CHECKING:
     from ..api.client import Client
@@ -53,7 +53,7 @@ def _one_loan(box: Box, client: Client, need_bytes: int, deadline: float) -> lis
     def closed() -> bool:
         nonlocal loan
         loan = client.loan(loan_id)
-        return loan.state == "closed"
+        return is_over(loan.state, (step.step for step in loan.steps))
 
     box.wait_for(closed, deadline - time.monotonic(), "the end of a loan", lambda: f"loan {loan.state}")
     if loan.reason is not None:

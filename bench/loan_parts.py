@@ -59,6 +59,11 @@ class Stamp:
     monotonic_seconds: float
 
 
+def is_over(state: str, steps: Iterable[str]) -> bool:
+    """Closed, and all is told: the last step is a report of its own, behind the one that says closed."""
+    return state == "closed" and LoanStep.CLOSED in steps
+
+
 def stamps_of(steps: Sequence[Mapping[str, Any]]) -> list[Stamp]:
     """The stamps of a loan as the API shows it, in the order of the node's clock."""
     stamps = [Stamp(LoanStep(str(step["step"])), float(step["monotonic_seconds"])) for step in steps]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import httpx
 
 from ..bench.box import Box, BoxError, EnginePlan, device_uuids
+from ..bench.loan_parts import is_over
 from ..vmm.reference_engine.witness import read_witness
 from .demo_load import Record, read_records
 from .demo_watch import Sample, Watcher
@@ -214,7 +215,8 @@ class Story:
             sample = watcher.samples[-1] if watcher.samples else watcher.now()
             self.teller.show(facts.loan, sample, facts.devices, read_records(self._load_out))
             ended = job.state in ("succeeded", "failed", "cancelled", "timed_out")
-            return ended and facts.loan is not None and facts.loan.state == "closed"
+            loan = facts.loan
+            return ended and loan is not None and is_over(loan.state, (step.step for step in loan.steps))
 
         self._wait(over, "the end of the job and of its loan", lambda: self._loan_words(client))
 

@@ -381,6 +381,8 @@ async def test_several_jobs_run_under_one_park(tmp_path: Path) -> None:
 async def test_a_loan_is_kept_after_its_last_job_only_while_more_is_expected(tmp_path: Path) -> None:
     async with agent_node(tmp_path) as node:
         assert node.daemon is not None
+        # Of its own: the agent clears the other one whenever it fails to reach the server.
+        node.daemon.node.connected = asyncio.Event()
         node.daemon.node.connected.set()
         node.daemon.node.settings = node.settings.model_copy(update={"loan_idle_seconds_max": 60.0})
         first, second = node.job(["true"]), node.job(WAITS)

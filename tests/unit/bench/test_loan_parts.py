@@ -5,7 +5,16 @@ import itertools
 import pytest
 
 from lull.agents.protocol.loans import LoanStep
-from lull.bench.loan_parts import PARTS, MissingStamp, Stamp, own_seconds, part_seconds, phase_seconds, stamps_of
+from lull.bench.loan_parts import (
+    PARTS,
+    MissingStamp,
+    Stamp,
+    is_over,
+    own_seconds,
+    part_seconds,
+    phase_seconds,
+    stamps_of,
+)
 
 
 def whole_loan(step_seconds: float = 1.0) -> list[Stamp]:
@@ -63,3 +72,9 @@ def test_the_phases_are_the_loans_states() -> None:
 def test_stamps_are_read_from_the_apis_steps() -> None:
     steps = [{"step": "closed", "monotonic_seconds": 2, "data": {}}, {"step": "accepted", "monotonic_seconds": 1.5}]
     assert stamps_of(steps) == [Stamp(LoanStep.ACCEPTED, 1.5), Stamp(LoanStep.CLOSED, 2.0)]
+
+
+def test_a_loan_is_over_when_its_last_step_has_arrived_too() -> None:
+    assert not is_over("closed", ["gate_opened"])
+    assert not is_over("verifying", ["gate_opened", "closed"])
+    assert is_over("closed", ["gate_opened", "closed"])
