@@ -14,7 +14,8 @@ import structlog
 
 from .errors import AgentError
 from .gateway.launch import GatewayNotStarted
-from .processes import is_same, send_signal, wait_exited
+from .opening import refuse_copy
+from .processes import boot_id, is_same, send_signal, wait_exited
 from .protocol.config_file import ConfigFileError, load_toml
 from .protocol.wire import ProcessIdentity
 from .settings import AgentSettings
@@ -57,7 +58,8 @@ async def _run(settings: AgentSettings, *, stop: bool) -> None:
 
 
 def _tell_running(data_dir: Path) -> bool:
-    """True once the agent that ran there is gone; False if none ran."""
+    """True once the agent that ran there is gone; False if none ran. A copy of its directory names it too."""
+    refuse_copy(data_dir, boot_id())
     try:
         process = ProcessIdentity.model_validate_json((data_dir / "agent.json").read_text())
     except (OSError, ValueError):

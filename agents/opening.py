@@ -43,21 +43,27 @@ def _open_device(declared: DeviceSettings) -> HostDevice:
 
 def open_home(data_dir: Path, boot_id: str) -> str:
     """What tells the directory from a copy of it. Two agents in one directory are excluded by its lock; two in copies
-    would both take the other's loans, jobs and engines for their own. Raises ConfigError for a copy that was made
-    since the machine booted: after a boot nothing runs any more that it could take over."""
+    would both take the other's loans, jobs and engines for their own. Raises ConfigError as `refuse_copy` does."""
+    refuse_copy(data_dir, boot_id)
     status = data_dir.stat()
     record = data_dir / "home.json"
-    known = read_json(record)
-    if known and known.get("boot_id") == boot_id and known.get("inode") != status.st_ino:
-        raise ConfigError(
-            f"data_dir {data_dir}: is a copy, and the agent of the original may run on this machine. For a node of its"
-            f" own delete node.json and journal.sqlite* in it; if the original is gone for good, delete {record}"
-        )
     try:
         replace_json(record, {"boot_id": boot_id, "inode": status.st_ino}, flush=False)
     except OSError as error:
         log.error("a copy of the data directory could not be told from it", record=str(record), error=str(error))
     return f"{status.st_dev}:{status.st_ino}"
+
+
+def refuse_copy(data_dir: Path, boot_id: str) -> None:
+    """Raises ConfigError for a copy that was made since the machine booted: after a boot nothing runs any more that
+    it could take over."""
+    record = data_dir / "home.json"
+    known = read_json(record)
+    if known and known.get("boot_id") == boot_id and known.get("inode") != data_dir.stat().st_ino:
+        raise ConfigError(
+            f"data_dir {data_dir}: is a copy, and the agent of the original may run on this machine. For a node of its"
+            f" own delete node.json and journal.sqlite* in it; if the original is gone for good, delete {record}"
+        )
 
 
 def open_journal(data_dir: Path, reserve: DiskReserve, devices: list[Device]) -> tuple[Journal, str | None]:

@@ -216,6 +216,16 @@ def test_nodes_loans_usage_and_events_are_listed(box: UpBox) -> None:
     assert "the loan is" in box.run("events").stdout
 
 
+def test_a_stop_in_a_copied_directory_leaves_the_original_agent_alone(box: UpBox, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("agent.json", "home.json"):
+        shutil.copy(box.paths.agent_dir / name, copy)
+    told = box.run("agent", "--stop", "--config", str(box.config), "--data-dir", str(copy))
+    assert (told.returncode, "is a copy" in told.stderr) == (1, True), told.stderr
+    assert box.run("wait", submitted(box, "true")).returncode == 0, "the original still takes jobs"
+
+
 @pytest.mark.long
 def test_an_agent_in_a_copied_directory_is_refused_and_takes_no_job(box: UpBox, tmp_path: Path) -> None:
     """First by itself, since its original runs here; then, as a clone elsewhere would be, by the server."""
