@@ -22,12 +22,13 @@ _LOCAL_WANTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errn
 async def call(
     method: str, url: str, seconds_max: float, *, body: Any = None, headers: dict[str, str] | None = None
 ) -> httpx.Response:
-    """Sends ``body`` as JSON, if it is not None. Never repeats anything, never follows a redirect.
+    """Sends ``body`` as JSON, if it is not None; bytes are sent as they are, since they may be signed.
 
+    Never repeats anything, never follows a redirect.
     Raises EngineUnreachable where no connection was taken, EngineTimedOut where the call was sent and was not answered
     whole: what it did is unknown then.
     """
-    raw = b"" if body is None else json.dumps(body).encode()
+    raw = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     sent = {} if headers is None else dict(headers)
     if body is not None:
         sent["content-type"] = "application/json"

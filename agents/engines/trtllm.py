@@ -8,30 +8,26 @@ the engine starts, so a policy is honoured by the flags of its command, never by
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import json
 import time
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import httpx
 
 from ...vmm.lifecycle import MemoryState
 from ...vmm.signing import new_headers
-from ..errors import EngineAuthRefused, EngineRefused, EngineTimedOut, EngineUnreachable
-from ..loopback import loopback_client
+from ..errors import AgentError, EngineAuthRefused, EngineTimedOut, EngineUnreachable
 from ..protocol.capabilities import Capabilities, trtllm_capabilities
 from ..protocol.policy import CanaryPolicy, EnginePolicy
 from ..protocol.wire import EngineState
 from .base import Answer, Observation
+from .completion import ask_completion
+from .http_call import accepted, call, is_our_fault
 
-_CONNECT_SECONDS: Final = 5.0
 _STATUS_SECONDS: Final = 10.0
-_LOCAL_WANTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-CANARY_HEADER: Final = "x-lull-canary"
 
 _STATES: Final = {
     MemoryState.RUNNING: EngineState.RUNNING,
@@ -56,7 +52,7 @@ class TrtllmAdapter:
 
     async def healthy(self) -> bool:
         try:
-            reply = await self._send("GET", "/health", b"", {}, _STATUS_SECONDS)
+            reply = await call("GET", f"{self._base_url}/health", _STATUS_SECONDS)
         except (EngineUnreachable, EngineTimedOut):
             return False
         return reply.status_code == 200
@@ -64,10 +60,8 @@ class TrtllmAdapter:
     async def observe(self) -> Observation:
         try:
             reply = await self._control("GET", "/memory_status", None, _STATUS_SECONDS)
-        except (EngineUnreachable, EngineTimedOut, EngineRefused) as error:
-            return Observation(EngineState.UNREACHABLE, detail=str(error), is_our_fault=_is_local(error))
-        except EngineAuthRefused as error:
-            return Observation(EngineState.UNREACHABLE, detail=str(error), is_our_fault=True)
+        except AgentError as error:
+            return Observation(EngineState.UNREACHABLE, detail=str(error), is_our_fault=is_our_fault(error))
         skew = self._clock_skew(reply)
         try:
             body = reply.json()
@@ -94,57 +88,18 @@ class TrtllmAdapter:
         """The server goes on by itself."""
 
     async def answer(self, canary: CanaryPolicy) -> Answer:
-        body = {
-            "model": self._model,
-            "prompt": canary.prompt,
-            "max_tokens": canary.tokens,
-            "temperature": 0,
-            "logprobs": 1,
-        }
-        raw = json.dumps(body).encode()
-        headers = {"content-type": "application/json", CANARY_HEADER: "1"}
-        reply = await self._send("POST", "/v1/completions", raw, headers, canary.deadline_seconds)
-        if reply.status_code != 200:
-            raise EngineRefused(reply.status_code, _error_text(reply))
-        try:
-            return _parse_answer(reply.json())
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-            raise EngineRefused(reply.status_code, f"odd completion: {error!r}") from error
+        return await ask_completion(self._base_url, self._model, canary)
 
     async def _control(self, method: str, path: str, body: Any, seconds_max: float) -> httpx.Response:
-        raw = b"" if body is None else json.dumps(body).encode()
-        headers = new_headers(self._read_key(), method, path, raw, now=self._now())
-        if raw:
-            headers["content-type"] = "application/json"
-        reply = await self._send(method, path, raw, headers, seconds_max)
-        if reply.status_code == 200:
-            return reply
-        if reply.status_code == 401:
-            raise EngineAuthRefused(_error_text(reply))
-        raise EngineRefused(reply.status_code, _error_text(reply))
+        raw = None if body is None else json.dumps(body).encode()
+        headers = new_headers(self._read_key(), method, path, raw or b"", now=self._now())
+        return accepted(await call(method, self._base_url + path, seconds_max, body=raw, headers=headers))
 
     def _read_key(self) -> bytes:
         try:
             return self._key_file.read_bytes().strip()
         except OSError as error:
             raise EngineAuthRefused(f"the control key {self._key_file} cannot be read: {error.strerror}") from error
-
-    async def _send(
-        self, method: str, path: str, body: bytes, headers: dict[str, str], seconds_max: float
-    ) -> httpx.Response:
-        limits = httpx.Timeout(seconds_max, connect=min(_CONNECT_SECONDS, seconds_max))
-        try:
-            # httpx bounds each read, not the whole: an engine that trickles its answer would hold us for ever.
-            async with asyncio.timeout(seconds_max + _CONNECT_SECONDS), loopback_client(limits) as client:
-                return await client.request(method, self._base_url + path, content=body, headers=headers)
-        except httpx.ConnectError as error:
-            raise EngineUnreachable(f"{self._base_url}: {error}") from error
-        except httpx.ConnectTimeout as error:
-            raise EngineUnreachable(f"{self._base_url}: no connection within {_CONNECT_SECONDS} s") from error
-        except TimeoutError as error:
-            raise EngineTimedOut(f"{method} {path}: not answered whole within {seconds_max} s") from error
-        except httpx.HTTPError as error:
-            raise EngineTimedOut(f"{method} {path}: {type(error).__name__} {error}") from error
 
     def _clock_skew(self, reply: httpx.Response) -> float | None:
         date = reply.headers.get("date")
@@ -154,39 +109,3 @@ class TrtllmAdapter:
             return parsedate_to_datetime(date).timestamp() - self._now()
         except (ValueError, TypeError):
             return None
-
-
-def _is_local(error: BaseException | None) -> bool:
-    """True if a want of this process's own (descriptors, ports, memory) is behind it."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _LOCAL_WANTS:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _parse_answer(body: dict[str, Any]) -> Answer:
-    choice = body["choices"][0]
-    ids = choice.get("token_ids")
-    kept: dict[str, Any] = choice.get("logprobs") or {}
-    logprobs = kept.get("token_logprobs")
-    return Answer(
-        str(choice["text"]),
-        None if ids is None else tuple(int(i) for i in ids),
-        None if logprobs is None else tuple(float(p) for p in logprobs),
-    )
-
-
-def _error_text(reply: httpx.Response) -> str:
-    """The text in any of the three shapes: {"detail": s}, {"error": {"message": s}}, {"error": s}."""
-    try:
-        body = reply.json()
-    except ValueError:
-        return reply.text[:500]
-    if isinstance(body, dict):
-        fields = cast("dict[str, Any]", body)
-        error: Any = fields.get("detail", fields.get("error", fields))
-        if isinstance(error, dict):
-            error = cast("dict[str, Any]", error).get("message", error)
-        return str(error)[:500]
-    return str(body)[:500]

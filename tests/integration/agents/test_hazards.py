@@ -15,7 +15,7 @@ import pytest
 from lull.agents import attempt_run
 from lull.agents.engine_hand import CanaryFailed, EngineLost
 from lull.agents.engine_process import ENGINE_MARK
-from lull.agents.engines.trtllm import TrtllmAdapter
+from lull.agents.engines.http_call import call
 from lull.agents.errors import EngineTimedOut
 from lull.agents.processes import find_by_environ
 from lull.agents.protocol.loans import LoanStep
@@ -229,7 +229,7 @@ async def test_a_restart_for_other_flags_cuts_no_request(tmp_path: Path) -> None
         assert keeper.modes_in_effect() == modes
 
 
-async def test_an_engine_that_trickles_its_answer_holds_nobody(tmp_path: Path) -> None:
+async def test_an_engine_that_trickles_its_answer_holds_nobody() -> None:
     """Each byte comes in time, the whole never does: the bound is on the call, not on the silence between bytes."""
     left = asyncio.Event()
 
@@ -252,10 +252,8 @@ async def test_an_engine_that_trickles_its_answer_holds_nobody(tmp_path: Path) -
 
     async with await asyncio.start_server(trickle, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        key = tmp_path / "key"
-        key.write_text("secret")
         with pytest.raises(EngineTimedOut, match="whole"):
-            await TrtllmAdapter(f"http://127.0.0.1:{port}", "m", key)._send("GET", "/health", b"", {}, 0.2)
+            await call("GET", f"http://127.0.0.1:{port}/health", 0.2)
         await asyncio.wait_for(left.wait(), 10)
 
 

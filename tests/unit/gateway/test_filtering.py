@@ -26,6 +26,11 @@ def test_inference_passes(path: str) -> None:
     [
         "/release_memory",
         "/sleep",
+        "/release_memory_occupation",  # SGLang
+        "/wakeup",  # LMDeploy
+        "/models/load",  # llama-server
+        "/api/generate",  # ollama
+        "/collective_rpc",  # vLLM
         "/v1/../release_memory",
         "/v1/completions/",
         "//v1/completions",
