@@ -28,7 +28,7 @@ from ..protocol.wire import EngineState
 from ..settings import EngineSettings
 from .base import Answer, Observation
 from .completion import ask_completion
-from .http_call import accepted, bearer, call, error_text, is_our_fault, json_object
+from .http_call import accepted, bearer, call, is_our_fault, json_object
 from .ledger import Ledger
 from .outside import EngineOutside
 from .vllm_facts import (
@@ -51,6 +51,7 @@ _IDLE_POLL_SECONDS_MAX: Final = 1.0
 _IDLE_SHARE: Final = 0.25  # of the park call's time: the rest is the sleep's
 _BUSY: Final = 409
 _NOT_FOUND: Final = 404
+_INTERNAL_ERROR: Final = 500
 _REQUESTS: Final = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
 
 # The ledger. `park` and `wake` say how the one call went; `level` is 0 for the KV cache alone; `reload` is true while
@@ -120,11 +121,13 @@ class VllmAdapter:
         try:
             facts = await self._known()
             said = await self._get(IS_SLEEPING if IS_SLEEPING in facts.routes else "/health")
+            if said.status_code >= _INTERNAL_ERROR:
+                accepted(said)
         except AgentError as error:
+            if isinstance(error, EngineRefused) and error.status >= _INTERNAL_ERROR:
+                # The core is dead, or its data-parallel ranks disagree: nothing but a restart mends either.
+                return Observation(EngineState.FAILED, detail=str(error))
             return Observation(EngineState.UNREACHABLE, detail=str(error), is_our_fault=is_our_fault(error))
-        if said.status_code >= 500:
-            # The core is dead, or its data-parallel ranks disagree: nothing but a restart mends either.
-            return Observation(EngineState.FAILED, detail=f"it answers {said.status_code}: {error_text(said)}")
         told = self._ledger.read()
         sleeping: Any = told.get("park") == DONE and told.get("wake") != DONE
         try:
@@ -183,7 +186,7 @@ class VllmAdapter:
         except EngineTimedOut:
             self._ledger.write(park=UNKNOWN)
             raise
-        if reply.status_code >= 500:
+        if reply.status_code >= _INTERNAL_ERROR:
             self._ledger.write(park=FAILED)
         elif reply.status_code != 200:
             self._ledger.clear()
