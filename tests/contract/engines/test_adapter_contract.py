@@ -24,7 +24,7 @@ from tests.waiting import wait_until_async
 
 CANARY = CanaryPolicy(deadline_seconds=10)
 CALL_SECONDS = 10.0
-QUICK_KINDS = [kind for kind in KINDS if kind.name in ("vllm 0.33", "sglang", "lmdeploy", "process")]
+QUICK_KINDS = [kind for kind in KINDS if kind.name in ("vllm 0.33", "sglang", "process")]
 MORE_KINDS = [kind for kind in KINDS if kind not in QUICK_KINDS]
 ONE_OF_EACH = [next(kind for kind in KINDS if kind.kind == name) for name in dict.fromkeys(k.kind for k in KINDS)]
 

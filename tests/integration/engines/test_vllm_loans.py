@@ -72,6 +72,7 @@ async def test_a_half_wake_of_an_old_vllm_is_a_restart_at_once(tmp_path: Path) -
         assert node.calls().count("POST /wake_up") == 1
 
 
+@pytest.mark.long
 async def test_level_2_with_an_agent_that_dies_while_the_job_runs(tmp_path: Path) -> None:
     engine = vllm("0.33.0", policy={"restore_modes": LOST}, vllm={"reload": "reload_weights"})
     go = tmp_path / "go"
