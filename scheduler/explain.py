@@ -21,6 +21,7 @@ _ORDER: Final = (
     "EngineNotReady",
     "ForeignProcess",
     "EngineManual",
+    "PolicyRefused",
     "NodeUnreachable",
     "DeviceQuarantined",
     "Unsatisfiable",

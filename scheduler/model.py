@@ -73,6 +73,7 @@ class Engine:
     idle_since: float | None = None  # None: serving, or not known
     not_before: float = 0.0
     trouble: Reason | None = None  # why not_before was set
+    refused: str | None = None  # why its policy cannot be honoured, by what the engine says it can do
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,6 +161,8 @@ def _engine_blocker(devices: list[Device], engines: list[Engine], now: float) ->
         if engine.policy.when != "always":
             sentence = f"engine {engine.name} is not lent: its policy says when = {engine.policy.when}, not always"
             return Blocker("EngineManual", sentence, data)
+        if engine.refused is not None:
+            return Blocker("PolicyRefused", f"engine {engine.name} is not lent: {engine.refused}", data)
         if engine.state is not EngineState.RUNNING or not engine.verified or engine.gate is not GateState.OPEN:
             doubt = "" if engine.verified else ", not verified yet"
             sentence = f"engine {engine.name} is {engine.state}, its gate {engine.gate}{doubt}"

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Double, bindparam, func, select
 
+from ...agents.protocol.capabilities import Capabilities, refusal
 from ...agents.protocol.loans import LoanState
 from ...agents.protocol.policy import EnginePolicy
 from ...agents.protocol.wire import AttemptState, EngineState, GateState, OccupancyKind, Reason
@@ -102,6 +103,7 @@ def _engines(conn: Connection) -> Iterable[Engine]:
     for row in conn.execute(_ENGINES).mappings():
         device_ids = tuple(DeviceId(each) for each in row["device_ids"])
         idle_at = [idle_since.get(each) for each in device_ids]
+        policy, able = _policy(row["policy"]), row["capabilities"]
         yield Engine(
             id=EngineId(row["id"]),
             node_id=NodeId(row["node_id"]),
@@ -110,12 +112,13 @@ def _engines(conn: Connection) -> Iterable[Engine]:
             state=EngineState(row["state"]),
             gate=GateState(row["gate"]),
             verified=row["verified"],
-            policy=_policy(row["policy"]),
+            policy=policy,
             device_bytes=row["device_bytes"],
             residual_bytes=row["residual_bytes"],
             idle_since=None if not idle_at or None in idle_at else max(at for at in idle_at if at is not None),
             not_before=row["not_before"],
             trouble=_reason(row["trouble"]),
+            refused=None if able is None else refusal(Capabilities.model_validate(able), policy),
         )
 
 

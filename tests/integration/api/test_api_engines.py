@@ -94,7 +94,9 @@ async def test_a_policy_that_is_not_obeyed_is_422(
     assert (await http.get("/engines/alpha/policy")).json() == before
 
 
-async def test_a_policy_is_judged_by_what_the_engine_says_it_can_do(http: httpx.AsyncClient, node: WireNode) -> None:
+async def test_a_policy_is_judged_by_what_the_engine_says_it_can_do(
+    http: httpx.AsyncClient, node: WireNode, store: Store
+) -> None:
     """Version, routes and flags of the very process: the nearest policy that it can honour is named."""
     level_1 = ParkPlan(
         name="level 1", modes={"model_weights": [RestoreMode.CPU, RestoreMode.PINNED], "kv_cache": [RestoreMode.NONE]}
@@ -120,6 +122,10 @@ async def test_a_policy_is_judged_by_what_the_engine_says_it_can_do(http: httpx.
     assert (await node.report(told.model_dump(mode="json"))).is_success
     refused = await http.put("/engines/alpha/policy", json=_policy(restore_modes={"kv_cache": "NONE"}))
     assert (refused.status_code, "VLLM_SERVER_DEV_MODE=1" in refused.json()["detail"]) == (422, True)
+    # What decides on loans knows it too, so no job is sent to be refused there.
+    [alpha] = [engine for engine in (await store.load_snapshot(0.0)).engines if engine.name == "alpha"]
+    assert alpha.refused is not None
+    assert "VLLM_SERVER_DEV_MODE=1" in alpha.refused
     # Its other terms may be set all the same.
     assert (await http.put("/engines/alpha/policy", json=_policy(restore_modes=pinned, gate="refuse"))).is_success
 

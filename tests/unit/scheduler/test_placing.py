@@ -275,6 +275,7 @@ def test_a_stop_is_ordered_once_and_not_to_a_silent_node() -> None:
     ("row", "code"),
     [
         (engine("a", "d0", policy=EnginePolicy()), "EngineManual"),
+        (engine("a", "d0", refused="it has no sleep"), "PolicyRefused"),
         (engine("a", "d0", state=EngineState.UNREACHABLE), "EngineNotReady"),
         (engine("a", "d0", gate=GateState.UNKNOWN), "EngineNotReady"),
         (engine("a", "d0", verified=False), "EngineNotReady"),
