@@ -64,6 +64,15 @@ class EngineKeeper(EngineHand):
         self.poke()
         return None
 
+    async def probe(self) -> None:
+        """Asks it what it can do, and tells the operator where that is not what its policy wants."""
+        before = self.capabilities
+        await super().probe()
+        refused = self.refusal(self.policy)
+        if self.capabilities != before and refused is not None:
+            sentence = f"engine {self.name} serves and is not lent: {refused}"
+            self.node.alert("warning", "engine_not_lendable", sentence, engine_id=self.engine_id)
+
     def needs_other_flags(self) -> bool:
         return self.process is not None and self.process.alive and not self.in_effect(self.policy)
 

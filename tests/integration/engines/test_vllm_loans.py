@@ -119,6 +119,9 @@ async def test_an_engine_that_cannot_be_parked_serves_and_is_not_lent(
         told = node.reports("engine_changed")[-1]["capabilities"]
         assert says in told["unsupported"]
         assert "POST /sleep" not in node.calls()
+        alerts = [alert["sentence"] for alert in node.reports("alert") if alert["code"] == "engine_not_lendable"]
+        assert len(alerts) == 1
+        assert alerts[0].startswith("engine alpha serves and is not lent: ")
 
 
 @pytest.mark.long
