@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_an_engine_outlives_its_service_at_every_step(tmp_path: Path) -> None:
                 outcome = clients.outlive(service.pid, step)
                 if outcome == NOT_SO_LONG:
                     break
-                wait_until(lambda killed=killed: service.process is not killed, 20, "another service")
+                wait_until(partial(_is_another, service, killed), 20, "another service")
             outcomes.append(outcome)
             pool = wait_until(lambda: _unused(service), 10, "the engine forgotten")
             assert pool is not None
@@ -72,6 +73,10 @@ def test_an_engine_outlives_its_service_at_every_step(tmp_path: Path) -> None:
     lost = [step for step, outcome in enumerate(outcomes) if outcome == LOST]
     assert lost == list(range(lost[0], lost[0] + len(lost))), "only between the end of the park and the last export"
     assert len(lost) <= WAKE_REQUESTS
+
+
+def _is_another(service: MemoryService, killed: object) -> bool:
+    return service.process is not killed
 
 
 def _unused(service: MemoryService) -> dict[str, object] | None:
