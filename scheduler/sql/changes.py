@@ -147,7 +147,8 @@ def requeue_values(job: RowMapping, reason: Reason, now: float, *, ran: bool) ->
 
     One that came just as its loan ended has no trouble: it may be placed again at once, unless it happens twice.
     """
-    too_late = reason.code == LOAN_OVER and (job["trouble"] or {}).get("code") != LOAN_OVER
+    trouble: dict[str, Any] = job["trouble"] or {}
+    too_late = reason.code == LOAN_OVER and trouble.get("code") != LOAN_OVER
     count = 1 if ran else job["trouble_count"] + 1
     not_before = now if too_late else now + backoff_seconds(count)
     return {
