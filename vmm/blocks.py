@@ -85,7 +85,7 @@ class Block:
 
     def refill(self) -> Task | None:
         """What brings the contents of a new handle to what its mode promises."""
-        if self.allocation.mode is RestoreMode.MEMSET:
+        if self.allocation.mode == RestoreMode.MEMSET:
             return FillTask(self.allocation.address, 0, self.allocation.nbytes)
         if not self.keeps_contents:
             return None

@@ -26,7 +26,7 @@ from .modes import ModeTable
 from .pool_like import PoolGuest
 from .seals import digest_of_backup, require_unchanged
 from .statistics import TagStatistics
-from .tags import RestoreMode
+from .tags import RestoreMode, require_mode, require_tags
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +59,11 @@ class Pool:
         self.keep_memory_on_release = False
         """For tests of whoever drives an engine: say released, and keep the device memory."""
         self.guest: PoolGuest | None = None
-        self._modes = ModeTable(driver, restore_modes or {}, prefer_pinned=prefer_pinned)
+        self._immutable_tags = frozenset(require_tags(immutable_tags, "immutable_tags"))
+        self._modes = ModeTable(
+            driver, restore_modes or {}, prefer_pinned=prefer_pinned, immutable_tags=self._immutable_tags
+        )
         self._require_locked = require_locked
-        self._immutable_tags = frozenset(immutable_tags)
         self._verify_immutable = verify_immutable
         self._release_host_after_wake = release_host_after_wake
         self._host_bytes_available = host_bytes_available
@@ -80,7 +82,7 @@ class Pool:
     def allocate(self, nbytes: int, tag: str, mode: RestoreMode | None = None) -> Allocation:
         """Zeroed memory. ``mode`` defaults to the pool's for the tag, else NONE for kv_cache, CPU or PINNED for others.
 
-        Allocations of one tag may have different modes.
+        Allocations of one tag may have different modes. Raises InvalidTag and UnsupportedMode.
         """
         if nbytes <= 0:
             raise ValueError(f"nbytes is {nbytes}; it must be positive")
@@ -116,7 +118,7 @@ class Pool:
 
         From now on it parks and wakes as ours does, under a new handle after each wake.
         """
-        self._modes.choose(allocation.tag, allocation.mode)
+        self._modes.choose(allocation.tag, require_mode(allocation.mode))
         if handle.nbytes != allocation.reserved_bytes:
             raise ValueError(f"the handle has {handle.nbytes} bytes and {allocation} says {allocation.reserved_bytes}")
         with self.changing_layout(allocation.tag):
@@ -197,7 +199,7 @@ class Pool:
         """Makes the backups of PINNED allocations now, of all tags unless given, so that the first park need not."""
         wanted = None if tags is None else frozenset(tags)
         with self.changing_layout(None):
-            pinned = [b for b in self._table.blocks() if b.allocation.mode is RestoreMode.PINNED and not b.leaving]
+            pinned = [b for b in self._table.blocks() if b.allocation.mode == RestoreMode.PINNED and not b.leaving]
             missing = [b for b in pinned if b.backup is None and (wanted is None or b.allocation.tag in wanted)]
             with promise([b.allocation.nbytes for b in missing], self._host_bytes_available):
                 self._allocate_backups(missing)
@@ -225,7 +227,7 @@ class Pool:
     def _allocate_backups(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             allocation = block.allocation
-            pinned = allocation.mode is RestoreMode.PINNED
+            pinned = allocation.mode == RestoreMode.PINNED
             block.backup = allocate_backup(allocation.nbytes, pinned=pinned, driver=self.driver)
             if pinned and not block.backup.locked:
                 self._accept_unlocked(block)

@@ -8,10 +8,11 @@ from types import MappingProxyType
 from typing import cast
 
 from .driver import Driver
+from .errors import UnsupportedMode
 from .pool import Pool
 from .pool_like import PoolLike
 from .runtime import DRAIN_SECONDS_DEFAULT, Runtime
-from .tags import INIT_ONLY_TAGS, KEEPS_CONTENTS, TAG_PATTERN, RestoreMode
+from .tags import INIT_ONLY_TAGS, KEEPS_CONTENTS, InvalidTag, RestoreMode, require_mode, require_tag
 
 _NONE_BY_DEFAULT = "kv_cache"
 
@@ -35,6 +36,8 @@ class SleepConfig:
     drain_seconds_max: float = DRAIN_SECONDS_DEFAULT
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            _require_type(one.name, getattr(self, one.name))
         modes = {tag: _mode(tag, mode) for tag, mode in self.restore_modes.items()}
         for tag in modes:
             _require_tag("restore_modes", tag)
@@ -56,10 +59,10 @@ class SleepConfig:
     def from_mapping(cls, document: Mapping[str, object]) -> SleepConfig:
         """From parsed YAML, TOML or JSON. Fields that it does not have are refused, wrong types too."""
         known = [one.name for one in fields(cls)]
+        if not isinstance(cast("object", document), Mapping):
+            raise InvalidSleepConfig(f"the document is {document!r}; it must be a mapping from field to value")
         if unknown := sorted(document.keys() - set(known)):
             raise InvalidSleepConfig(f"unknown field(s) {', '.join(unknown)}; expected some of {', '.join(known)}")
-        for name, value in document.items():
-            _require_type(name, value)
         return cls(**cast("dict[str, object]", dict(document)))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
     def modes(self) -> dict[str, RestoreMode]:
@@ -84,18 +87,20 @@ class SleepConfig:
 
 def _mode(tag: str, mode: str) -> RestoreMode:
     try:
-        return RestoreMode(mode.upper())
-    except ValueError:
+        return require_mode(mode.upper() if isinstance(cast("object", mode), str) else mode)
+    except UnsupportedMode:
         raise InvalidSleepConfig(f"restore_modes.{tag} is {mode!r}; expected one of {', '.join(RestoreMode)}") from None
 
 
 def _require_tag(name: str, tag: str) -> None:
     if tag in INIT_ONLY_TAGS:
         raise InvalidSleepConfig(f"{name} names {tag}, which is used while an engine starts only and is never parked")
-    if not TAG_PATTERN.fullmatch(tag):
+    try:
+        require_tag(tag)
+    except InvalidTag:
         raise InvalidSleepConfig(
             f"{name} names {tag!r}; a tag has lower-case letters, digits and underscores, at most 63"
-        )
+        ) from None
 
 
 def _require_type(name: str, value: object) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Final
+from typing import Final, cast
+
+from .errors import UnsupportedMode
 
 # TensorRT-LLM's ExecutorMemoryType values that may be released (NVIDIA/TensorRT-LLM#19016).
 TRTLLM_TAGS: Final = (
@@ -39,6 +41,27 @@ KEEPS_CONTENTS: Final = frozenset({RestoreMode.CPU, RestoreMode.PINNED})
 
 class InvalidTag(ValueError):
     """A tag that does not exist, may not be released, or is badly spelled."""
+
+
+def require_mode(value: object, name: str = "restore mode") -> RestoreMode:
+    """A RestoreMode, also by its exact name. Anything else would lose what it was to keep: UnsupportedMode."""
+    if isinstance(value, str) and value in RestoreMode.__members__:
+        return RestoreMode(value)
+    raise UnsupportedMode(f"{name} is {value!r}; use one of {', '.join(RestoreMode)}")
+
+
+def require_tag(value: object, name: str = "tag") -> str:
+    """A well spelled tag; else InvalidTag."""
+    if isinstance(value, str) and TAG_PATTERN.fullmatch(value):
+        return value
+    raise InvalidTag(f"{name} is {value!r}; use lower-case letters, digits and underscores, at most 63")
+
+
+def require_tags(value: object, name: str = "tags") -> tuple[str, ...]:
+    """Several tags, in first-seen order without repeats. A text is not taken letter by letter: InvalidTag."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise InvalidTag(f"{name} is {value!r}; it must be a list of tags")
+    return tuple(dict.fromkeys(require_tag(tag, name) for tag in cast("Iterable[object]", value)))
 
 
 def normalize_tags(tags: Iterable[str] | None, known: Iterable[str]) -> tuple[str, ...]:

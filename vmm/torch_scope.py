@@ -10,6 +10,7 @@ import ctypes
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import cast
 
 import torch
 
@@ -28,6 +29,7 @@ def torch_scope(pool: Pool, tag: str, mode: RestoreMode | None = None) -> Abstra
     entered it, and to no other; do not await inside. An operation whose result does not fit raises OutOfDeviceMemory
     (on CUDA torch.OutOfMemoryError), one while the tag is parked LayoutChanged (on CUDA the same).
     """
+    pool.restore_mode(tag, mode)  # a bad one is refused here, not at the first tensor
     if isinstance(pool.driver, HostDriver):
         return routed_to(segments_of(pool, tag, mode))
     from .torch_cuda import cuda_scope
@@ -40,6 +42,7 @@ def host_tensor(
 ) -> torch.Tensor:
     """A zeroed tensor in an allocation of its own."""
     _require_host(pool)
+    pool.restore_mode(tag, mode)
     count = math.prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -53,6 +56,8 @@ def move_module(module: torch.nn.Module, pool: Pool, tag: str, mode: RestoreMode
 
     None if the module has no storage. Copies of the module (deepcopy) are outside the pool.
     """
+    if not isinstance(cast("object", module), torch.nn.Module):
+        raise TypeError(f"module is {module!r}; it must be a torch.nn.Module")
     return _move([*module.named_parameters(), *module.named_buffers()], pool, tag, mode)
 
 
@@ -63,6 +68,8 @@ def move_optimizer(
 
     To have it in the pool from the start, make the first step inside a scope.
     """
+    if not isinstance(cast("object", optimizer), torch.optim.Optimizer):
+        raise TypeError(f"optimizer is {optimizer!r}; it must be a torch.optim.Optimizer")
     return _move(_state_tensors(optimizer), pool, tag, mode)
 
 
@@ -77,6 +84,7 @@ def _move(
     tensors: Iterable[tuple[str, torch.Tensor]], pool: Pool, tag: str, mode: RestoreMode | None
 ) -> Allocation | None:
     _require_host(pool)
+    pool.restore_mode(tag, mode)
     storages = _unique_storages(tensors)
     if not storages:
         return None

@@ -4,7 +4,17 @@ import re
 
 import pytest
 
-from lull.vmm.tags import INIT_ONLY_TAGS, TAG_PATTERN, TRTLLM_TAGS, InvalidTag, normalize_tags
+from lull.vmm.errors import UnsupportedMode
+from lull.vmm.tags import (
+    INIT_ONLY_TAGS,
+    TAG_PATTERN,
+    TRTLLM_TAGS,
+    InvalidTag,
+    RestoreMode,
+    normalize_tags,
+    require_mode,
+    require_tags,
+)
 
 KNOWN = (*TRTLLM_TAGS, *INIT_ONLY_TAGS)
 
@@ -41,3 +51,18 @@ def test_the_pattern_allows_every_known_tag(tag: str) -> None:
 @pytest.mark.parametrize("tag", ["", "Model", "kv-cache", "1st", "a" * 64, "kv cache", "kv\n"])
 def test_the_pattern_refuses(tag: str) -> None:
     assert not TAG_PATTERN.fullmatch(tag)
+
+
+def test_a_mode_is_one_of_ours_or_its_exact_name() -> None:
+    assert require_mode("CPU") is RestoreMode.CPU
+    assert require_mode(RestoreMode.NONE) is RestoreMode.NONE
+    for bad in ("FOO", "cpu", "", None, 1):
+        with pytest.raises(UnsupportedMode, match="use one of CPU, PINNED, NONE, MEMSET"):
+            require_mode(bad)
+
+
+@pytest.mark.parametrize("tags", ["xy", b"xy", None, 5, ["A b"], [None], [""]])
+def test_several_tags_are_a_list_of_tags(tags: object) -> None:
+    with pytest.raises(InvalidTag, match="tags is"):
+        require_tags(tags)
+    assert require_tags(["b", "a", "b"]) == ("b", "a")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -173,6 +174,35 @@ def test_bad_settings(driver: HostDriver) -> None:
         Pool(driver, restore_modes={"Bad": RestoreMode.CPU})
     with pytest.raises(ValueError, match="copy_threads is 0"):
         Pool(driver, copy_threads=0)
+
+
+@pytest.mark.parametrize("bad", ["FOO", "cpu", "", 5])
+def test_a_mode_that_is_none_is_refused_before_it_loses_anything(pool: Pool, driver: HostDriver, bad: Any) -> None:
+    with pytest.raises(UnsupportedMode, match="use one of CPU, PINNED"):
+        pool.allocate(1, "model", bad)
+    with pytest.raises(UnsupportedMode, match=r"restore_modes\.model is"):
+        Pool(driver, restore_modes={"model": bad})
+    assert pool.allocations() == ()
+
+
+def test_a_mode_may_be_said_by_its_exact_name(driver: HostDriver) -> None:
+    pool = Pool(driver, restore_modes=cast("Any", {"model": "MEMSET"}))
+    assert pool.allocate(1, "model").mode is RestoreMode.MEMSET
+    assert pool.allocate(1, "draft_model", cast("Any", "PINNED")).mode is RestoreMode.PINNED
+    pool.close()
+
+
+def test_an_immutable_tag_keeps_its_contents(driver: HostDriver) -> None:
+    with pytest.raises(UnsupportedMode, match="tag kv_cache: the tag is immutable"):
+        Pool(driver, immutable_tags={"kv_cache"})
+    with pytest.raises(UnsupportedMode, match="tag a: the tag is immutable"):
+        Pool(driver, immutable_tags={"a"}, restore_modes={"a": RestoreMode.MEMSET})
+    with pytest.raises(InvalidTag, match="immutable_tags is 'w'"):
+        Pool(driver, immutable_tags=cast("Any", "w"))
+    pool = Pool(driver, immutable_tags={"kv_cache"}, restore_modes={"kv_cache": RestoreMode.CPU})
+    with pytest.raises(UnsupportedMode, match="tag kv_cache: the tag is immutable"):
+        pool.allocate(1, "kv_cache", RestoreMode.NONE)
+    pool.close()
 
 
 @pytest.mark.parametrize("mode", [RestoreMode.CPU, RestoreMode.PINNED])

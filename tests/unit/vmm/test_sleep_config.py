@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -92,3 +93,23 @@ def test_a_kv_cache_can_be_kept(driver: HostDriver) -> None:
     pool.resume(["kv_cache"])
     assert bytes(pool.backup_views("kv_cache")[0][:13]) == b"a warm prefix"
     pool.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"restore_modes": None}, "restore_modes is None; it must be a mapping"),
+        ({"restore_modes": {"a": 5}}, "restore_modes is .* must be a mapping"),
+        ({"immutable_tags": "w"}, "immutable_tags is 'w'; it must be a list"),
+        ({"copy_threads": "2"}, "copy_threads is '2'; it must be a whole number"),
+        ({"drain_seconds_max": "9"}, "drain_seconds_max is '9'; it must be a number"),
+    ],
+)
+def test_fields_are_checked_however_it_is_made(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidSleepConfig, match=text):
+        SleepConfig(**fields)
+
+
+def test_a_document_is_a_mapping() -> None:
+    with pytest.raises(InvalidSleepConfig, match=r"the document is \[\]; it must be a mapping"):
+        SleepConfig.from_mapping(cast("Any", []))

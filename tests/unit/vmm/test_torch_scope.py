@@ -8,6 +8,7 @@ import torch
 
 from lull.vmm import torch_scope
 from lull.vmm.cuda_driver import CudaDriver
+from lull.vmm.errors import UnsupportedMode
 from lull.vmm.host_driver import HostDriver
 from lull.vmm.pool import Pool
 from lull.vmm.tags import RestoreMode
@@ -38,6 +39,14 @@ def test_a_tensor_of_its_own(pool: Pool) -> None:
     pool.release(["kv_cache"])
     pool.resume(["kv_cache"])
     assert torch.equal(tensor, torch.full((4, 8), 1.5, dtype=torch.bfloat16))
+
+
+def test_a_bad_mode_is_refused_before_the_first_tensor(pool: Pool) -> None:
+    bad: Any = "FOO"
+    with pytest.raises(UnsupportedMode, match="restore mode is 'FOO'"), pool.torch_scope("x", bad):
+        pass
+    with pytest.raises(UnsupportedMode, match="restore mode is 'FOO'"):
+        torch_scope.host_tensor(pool, (0,), torch.float32, "x", bad)
 
 
 def test_an_empty_tensor_takes_nothing(pool: Pool) -> None:
