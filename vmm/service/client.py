@@ -32,18 +32,17 @@ class ServiceClient:
     def connected(self) -> bool:
         """False once a call has failed on the way, or the service has hung up."""
         with self._lock:
-            if self._socket is None:
-                return False
-            self._socket.settimeout(0)
-            try:
-                alive = self._socket.recv(1, socket.MSG_PEEK) != b""
-            except BlockingIOError:
-                return True
-            except OSError:
-                alive = False
-            if not alive:
-                self._close()
-            return alive
+            return self._alive()
+
+    @property
+    def lost(self) -> bool:
+        """Not connected, as far as can be said at once: while a call is under way nothing is known."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return not self._alive()
+        finally:
+            self._lock.release()
 
     def call(
         self, op: str, *, seconds_max: float = CALL_SECONDS_MAX, fd: int | None = None, **fields: Any
@@ -55,9 +54,10 @@ class ServiceClient:
         with self._lock:
             if self._socket is None:
                 raise ServiceUnavailable(f"memory service {self.path}: the connection is closed")
+            frame = protocol.pack({"op": op, **fields})  # what cannot be sent costs no lock
             try:
                 self._socket.settimeout(protocol.FRAME_SECONDS_MAX)
-                protocol.send(self._socket, {"op": op, **fields}, fd)
+                protocol.send_frame(self._socket, frame, fd)
                 received = protocol.receive(self._socket, first_byte_seconds_max=seconds_max)
             except TimeoutError:
                 self._close()
@@ -90,6 +90,20 @@ class ServiceClient:
     def close(self) -> None:
         with self._lock:
             self._close()
+
+    def _alive(self) -> bool:
+        if self._socket is None:
+            return False
+        self._socket.settimeout(0)
+        try:
+            alive = self._socket.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            alive = False
+        if not alive:
+            self._close()
+        return alive
 
     def _close(self) -> None:
         if self._socket is not None:

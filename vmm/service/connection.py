@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 
 from ..errors import LullMemoryError, OutOfDeviceMemory
 from . import protocol
-from .errors import LockTimeout, MalformedFrame, ServiceRefused, WrongLock, to_wire
+from .errors import InvalidRequest, LockTimeout, MalformedFrame, ServiceRefused, WrongLock, to_wire
 from .held_pool import HeldPool
 from .holdings import Holdings
 from .protocol import HASH_PATTERN, POOL_PATTERN, Fields, Message
@@ -138,7 +138,7 @@ class Connection(ABC):
         if self._session is not None:
             raise MalformedFrame("hello comes twice")
         if lock is Lock.PARKED and expected is None:
-            raise MalformedFrame("expect_layout is missing; whoever is parked knows its layout")
+            raise InvalidRequest("expect_layout is missing; whoever is parked knows its layout")
         with self.holdings.mutex:
             self._pool = self.holdings.pool(name)
             number = self.holdings.new_session(self._waker)

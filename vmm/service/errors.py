@@ -4,7 +4,8 @@ LullMemoryError
 └── ServiceError
     ├── ServiceUnavailable   no service answers on the socket, or it did not answer in time; ask again
     ├── ServiceRefused       the service does not take this client or this request; nothing changed
-    │   └── WrongLock            the request needs another lock than the connection holds
+    │   ├── WrongLock            the request needs another lock than the connection holds
+    │   └── InvalidRequest       a value of the request is none that the service takes; the lock is kept
     ├── LockTimeout          the lock was not free within the wait; nothing changed
     ├── StaleLayout          the pool does not hold what this engine was built on: build it again
     ├── LayoutInvalid        the layout cannot be committed, or an entry does not fit it; nothing changed
@@ -36,6 +37,10 @@ class WrongLock(ServiceRefused):
     pass
 
 
+class InvalidRequest(ServiceRefused):
+    """The text names the field."""
+
+
 class LockTimeout(ServiceError):
     pass
 
@@ -55,6 +60,7 @@ class MalformedFrame(ServiceError):
 _CODES: Final[dict[str, type[ServiceError]]] = {
     "refused": ServiceRefused,
     "wrong_lock": WrongLock,
+    "invalid": InvalidRequest,
     "lock_timeout": LockTimeout,
     "stale_layout": StaleLayout,
     "layout_invalid": LayoutInvalid,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import Any, Final
 
 from ..blocks import Allocation
 from ..driver import Access, Driver, Handle
-from ..errors import ContentsLost, LullMemoryError, TransitionInProgress, UnsupportedMode
-from ..tags import KEEPS_CONTENTS, RestoreMode
+from ..errors import ContentsLost, LullMemoryError, OutOfDeviceMemory, TransitionInProgress, UnsupportedMode
+from ..tags import KEEPS_CONTENTS, RestoreMode, require_mode, require_tag, require_tags
+from . import checks
 from .attachment import Attachment
-from .errors import ServiceUnavailable, StaleLayout, WrongLock
+from .errors import LayoutInvalid, ServiceUnavailable, StaleLayout, WrongLock
 from .slabs import Place, pack
 from .state import Lock
 
@@ -74,9 +76,18 @@ class ServicePool:
         ``name``: engines that give the same share one copy, so it must say which model and how it is laid out.
         ``mode`` is what the service does when all users have parked; with ``keep_backup``, or PINNED, the backup stays
         for the next park. NONE and MEMSET are for a pool that is never committed, such as a KV cache: its writer gives
-        the memory back and gets zeroed memory at the same addresses, and its lock stays. Raises ServiceUnavailable,
-        LockTimeout, OutOfDeviceMemory.
+        the memory back and gets zeroed memory at the same addresses, and its lock stays. ``wait_seconds``: for the
+        service to answer and for the lock. Raises ServiceUnavailable, LockTimeout, OutOfDeviceMemory; ValueError for
+        a setting that is none; ServiceRefused if ``driver`` has this pool already.
         """
+        checks.require_name(name)
+        require_tag(tag)
+        mode = require_mode(mode)
+        if lock not in set(Lock) - {Lock.PARKED}:
+            raise ValueError(f"lock is {lock!r}; use one of Lock but PARKED, which holds no memory")
+        checks.require_seconds("wait_seconds", wait_seconds)
+        checks.require_seconds("oom_wait_seconds", oom_wait_seconds)
+        checks.require_positive_seconds("park_seconds_max", park_seconds_max)
         self.driver = driver
         self.name = name
         self.tag = tag
@@ -88,6 +99,7 @@ class ServicePool:
         self._park_seconds_max = park_seconds_max
         self._guard = threading.RLock()
         self._parked = False
+        self._closed = False
         self._phase = _Phase.QUIET
         self._ours = False  # the prepared transition is about our tag
         self._parked_there = False  # and the service has parked the pool already
@@ -106,45 +118,56 @@ class ServicePool:
 
     def allocate(self, nbytes: int) -> Allocation:
         """Memory of the service, mapped to write. The service waits for room before it says OutOfDeviceMemory."""
-        with self._guard:
-            self._require_writer()
+        checks.require_nbytes("nbytes", nbytes)
+        with self._writing():
             return self._there.allocate(nbytes, self._oom_wait_seconds)
 
     def create_unmapped(self, nbytes: int) -> Handle:
         """Memory of the service for a `ScratchRange` to map in place of its blocks. It is free when this lock ends and
         the range is closed."""
-        with self._guard:
-            self._require_writer()
+        checks.require_nbytes("nbytes", nbytes)
+        with self._writing():
             return self._there.create_unmapped(nbytes, self._oom_wait_seconds)
 
     def build(self, pieces: Mapping[str, Piece], *, slab_bytes: int = SLAB_BYTES) -> dict[str, Region]:
-        """Memory for all the pieces, packed into few allocations so that attaching stays quick, with their entries."""
+        """Memory for all the pieces, packed into few allocations so that attaching stays quick, with their entries.
+
+        Raises LayoutInvalid for a piece that cannot be, and OutOfDeviceMemory; then the pool is as it was.
+        """
+        checks.require_pieces(pieces, slab_bytes)
         names = list(pieces)
         places = pack([pieces[name].nbytes for name in names], slab_bytes, ALIGNMENT_BYTES)
         sizes_bytes: dict[int, int] = {}
         for name, (slab, offset) in zip(names, places, strict=True):
             sizes_bytes[slab] = offset + pieces[name].nbytes
-        allocations = {slab: self.allocate(nbytes) for slab, nbytes in sizes_bytes.items()}
-        for name, (slab, offset) in zip(names, places, strict=True):
-            self.publish(name, allocations[slab], offset, pieces[name].nbytes, pieces[name].value)
+        allocations: dict[int, Allocation] = {}
+        try:
+            for slab, nbytes in sizes_bytes.items():
+                allocations[slab] = self.allocate(nbytes)
+            for name, (slab, offset) in zip(names, places, strict=True):
+                self.publish(name, allocations[slab], offset, pieces[name].nbytes, pieces[name].value)
+        except (OutOfDeviceMemory, LayoutInvalid):  # the lock is ours still: nothing of this is left in the pool
+            for allocation in allocations.values():
+                self.free(allocation)
+            raise
         return self.regions()
 
     def publish(self, key: str, allocation: Allocation, offset: int, nbytes: int, value: Any = None) -> None:
         """Names bytes of an allocation, with JSON that says what they are. Raises LayoutInvalid."""
-        with self._guard:
-            self._require_writer()
-            self._there.publish(key, Place(self._there.slab_of(allocation), offset, nbytes, value))
+        checks.require_entry(key, nbytes, value)
+        with self._writing():
+            slab = self._there.slab_of(allocation)
+            checks.require_place(key, allocation, offset, nbytes)
+            self._there.publish(key, Place(slab, offset, nbytes, value))
 
     def free(self, allocation: Allocation) -> None:
         """Gives an allocation back before the commit, with its entries: what only loading needed."""
-        with self._guard:
-            self._require_writer()
+        with self._writing():
             self._there.remove(self._there.slab_of(allocation))
 
     def commit(self) -> None:
         """Seals the pool: from here on this engine reads as all others do. LayoutInvalid changes nothing."""
-        with self._guard:
-            self._require_writer()
+        with self._writing():
             self.driver.synchronize()
             self._there.protect(Access.READ)
             try:
@@ -178,6 +201,7 @@ class ServicePool:
     def close(self) -> None:
         """Gives everything up but what is committed, which stays with the service."""
         with self._guard:
+            self._closed = True
             failure = self._there.close()
             if failure is not None:
                 raise failure
@@ -186,7 +210,8 @@ class ServicePool:
 
     @property
     def failed(self) -> str | None:
-        return self.driver.failed
+        """Why this pool cannot be used any more: the device is lost, it was closed, or what was written was cleared."""
+        return self.driver.failed or (f"pool {self.name} is closed" if self._closed else self._cleared())
 
     def bytes_by_tag(self) -> dict[str, int]:
         allocations = self.allocations()
@@ -198,7 +223,7 @@ class ServicePool:
     def prepare_release(self, tags: Iterable[str]) -> None:
         """The last user has the service make the backup now; nothing else changes. Raises OutOfHostMemory."""
         with self._guard:
-            self._begin(_Phase.RELEASE, self.tag in set(tags) and not self._parked)
+            self._begin(_Phase.RELEASE, self.tag in require_tags(tags) and not self._parked)
             if not self._ours:
                 return
             try:
@@ -249,7 +274,7 @@ class ServicePool:
         """Maps the service's memory again, after the service has brought it back. OutOfDeviceMemory can be retried;
         ContentsLost says that the service does not have what this engine was built on."""
         with self._guard:
-            self._begin(_Phase.RESUME, self.tag in set(tags) and self._parked)
+            self._begin(_Phase.RESUME, self.tag in require_tags(tags) and self._parked)
             if not self._ours:
                 return
             try:
@@ -383,11 +408,36 @@ class ServicePool:
             self._there.client.close()
             raise
 
-    def _require_writer(self) -> None:
-        if not self.writer:
-            raise WrongLock(f"pool {self.name} is committed, and this engine only reads it")
+    @contextmanager
+    def _writing(self) -> Generator[None]:
+        with self._guard:
+            self._require_open()
+            if not self.writer:
+                raise WrongLock(f"pool {self.name} is committed, and this engine only reads it")
+            if (cleared := self._cleared()) is not None:
+                raise ServiceUnavailable(cleared)
+            try:
+                yield
+            except ServiceUnavailable as error:
+                if (cleared := self._cleared()) is not None:
+                    raise ServiceUnavailable(f"{cleared} ({error})") from error
+                raise
+
+    def _cleared(self) -> str | None:
+        """A writer whose connection is gone has lost what it wrote. One whose mode keeps nothing lost nothing."""
+        if not (self.writer and self._mode in KEEPS_CONTENTS and self._there.client.lost):
+            return None
+        return (
+            f"pool {self.name}: the connection to the memory service was lost before a commit was answered, so the "
+            "service has cleared this pool; build the engine again"
+        )
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise WrongLock(f"pool {self.name} is closed")
 
     def _begin(self, phase: _Phase, ours: bool) -> None:
+        self._require_open()
         if self._phase is not _Phase.QUIET:
             raise TransitionInProgress(f"a {self._phase.value} is under way in pool {self.name}; wait for it")
         self._phase, self._ours = phase, ours

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn, cast
 
-from .errors import MalformedFrame
+from .errors import InvalidRequest, MalformedFrame
 
 VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 1 << 20
@@ -46,7 +46,11 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 def send(connection: socket.socket, message: Mapping[str, Any], fd: int | None = None) -> None:
     """OSError if the other side is gone or does not take it within the socket's time-out."""
-    frame = pack(message)
+    send_frame(connection, pack(message), fd)
+
+
+def send_frame(connection: socket.socket, frame: bytes, fd: int | None = None) -> None:
+    """`send` for what is packed already."""
     sent = 0
     if fd is not None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
@@ -133,7 +137,10 @@ def _no_constant(name: str) -> NoReturn:
 
 
 class Fields:
-    """Takes the fields of a request one by one, each checked; `end` refuses what is left over."""
+    """Takes the fields of a request one by one, each checked; `end` refuses what is left over.
+
+    Raises InvalidRequest: the frame was a frame, so whoever sent it keeps its connection, and what it has written.
+    """
 
     def __init__(self, message: Message) -> None:
         self._left = dict(message)
@@ -141,19 +148,19 @@ class Fields:
     def integer(self, name: str, least: int, most: int) -> int:
         value = self._take(name)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            _fail(f"{name} is {_shown(value)}; an integer from {least} to {most} is needed")
+            _invalid(f"{name} is {_shown(value)}; an integer from {least} to {most} is needed")
         return value
 
     def seconds(self, name: str) -> float:
         value = self._take(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= WAIT_SECONDS_MAX:
-            _fail(f"{name} is {_shown(value)}; 0 to {WAIT_SECONDS_MAX} seconds are allowed")
+            _invalid(f"{name} is {_shown(value)}; 0 to {WAIT_SECONDS_MAX} seconds are allowed")
         return float(value)
 
     def text(self, name: str, pattern: re.Pattern[str]) -> str:
         value = self._take(name)
         if not isinstance(value, str) or not pattern.fullmatch(value):
-            _fail(f"{name} is {_shown(value)}; it must match {pattern.pattern}")
+            _invalid(f"{name} is {_shown(value)}; it must match {pattern.pattern}")
         return value
 
     def optional_text(self, name: str, pattern: re.Pattern[str]) -> str | None:
@@ -167,15 +174,17 @@ class Fields:
         """Any JSON, within its bound."""
         value = self._take(name)
         nbytes = len(json.dumps(value))
-        _require(nbytes <= VALUE_BYTES_MAX, f"{name} has {nbytes} bytes; at most {VALUE_BYTES_MAX} are allowed")
+        if nbytes > VALUE_BYTES_MAX:
+            _invalid(f"{name} has {nbytes} bytes; at most {VALUE_BYTES_MAX} are allowed")
         return value
 
     def end(self) -> None:
-        _require(not self._left, f"unknown field {_shown(next(iter(self._left), None))}")
+        if self._left:
+            _invalid(f"unknown field {_shown(next(iter(self._left)))}")
 
     def _take(self, name: str) -> object:
         if name not in self._left:
-            _fail(f"{name} is missing")
+            _invalid(f"{name} is missing")
         return self._left.pop(name)
 
 
@@ -197,3 +206,7 @@ def _require(condition: bool, text: str) -> None:
 
 def _fail(text: str) -> NoReturn:
     raise MalformedFrame(text)
+
+
+def _invalid(text: str) -> NoReturn:
+    raise InvalidRequest(text)

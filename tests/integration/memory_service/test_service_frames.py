@@ -17,7 +17,7 @@ from lull.vmm.host_device import HostDevice
 from lull.vmm.host_driver import HostDriver
 from lull.vmm.service import protocol
 from lull.vmm.service.client import ServiceClient
-from lull.vmm.service.errors import MalformedFrame, ServiceRefused, ServiceUnavailable
+from lull.vmm.service.errors import InvalidRequest, LayoutInvalid, MalformedFrame, ServiceRefused, ServiceUnavailable
 from lull.vmm.service.holdings import Holdings, Limits
 from tests.integration.memory_service.conftest import World
 from tests.memory_clients import TAG
@@ -107,25 +107,41 @@ def test_nothing_of_all_that_is_left(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "match"),
+    ("message", "code", "match"),
     [
-        ({"op": "nonsense"}, "knows no such request"),
-        ({"op": ["hello"]}, "knows no such request"),
-        ({}, "knows no such request"),
-        ({"op": "commit"}, "comes before hello"),
-        ({**HELLO, "more": 1}, "unknown field 'more'"),
-        ({**HELLO, "pool": "../w"}, "pool is"),
-        ({**HELLO, "lock": "read"}, "lock is"),
-        ({**HELLO, "wait_seconds": -1}, "wait_seconds is"),
-        ({**HELLO, "lock": "parked"}, "expect_layout is missing"),
-        ({"op": "events", "after": "0"}, "after is"),
+        ({"op": "nonsense"}, "malformed", "knows no such request"),
+        ({"op": ["hello"]}, "malformed", "knows no such request"),
+        ({}, "malformed", "knows no such request"),
+        ({"op": "commit"}, "malformed", "comes before hello"),
+        ({**HELLO, "more": 1}, "invalid", "unknown field 'more'"),
+        ({**HELLO, "pool": "../w"}, "invalid", "pool is"),
+        ({**HELLO, "lock": "read"}, "invalid", "lock is"),
+        ({**HELLO, "wait_seconds": -1}, "invalid", "wait_seconds is"),
+        ({**HELLO, "lock": "parked"}, "invalid", "expect_layout is missing"),
+        ({"op": "events", "after": "0"}, "invalid", "after is"),
     ],
 )
-def test_what_is_wrong_with_a_request_is_said(world: World, message: dict[str, object], match: str) -> None:
+def test_what_is_wrong_with_a_request_is_said(world: World, message: dict[str, object], code: str, match: str) -> None:
     (answer,) = exchange(world, protocol.pack(message))
     assert answer["ok"] is False
-    assert answer["error"]["code"] == "malformed"
+    assert answer["error"]["code"] == code
     assert match in answer["error"]["text"]
+
+
+def test_a_request_with_bad_values_keeps_its_lock_and_what_was_written(world: World) -> None:
+    with contextlib.closing(world.service.client()) as client:
+        client.ask(**HELLO)  # type: ignore[arg-type]
+        answer, fd = client.ask_fd("allocate", bytes=MIB, tag=TAG, oom_wait_seconds=0)
+        os.close(fd)
+        put = {"slot": answer["slot"], "key": "k", "offset": 0, "bytes": 1, "value": None}
+        bad = [("bytes", 0), ("bytes", 5.5), ("key", ""), ("key", "k" * 513), ("offset", -1), ("value", "v" * 20000)]
+        for field, value in [*bad, ("bytes", 2 * MIB), ("slot", 7), ("more", 1)]:
+            with pytest.raises((InvalidRequest, LayoutInvalid), match=f"{field} |entry k|field"):
+                client.ask("put", **{**put, field: value})
+        with pytest.raises(MalformedFrame, match="longer than"):
+            client.ask("put", **{**put, "value": "v" * protocol.FRAME_BYTES_MAX})
+        client.ask("put", **put)
+        client.ask("commit")
 
 
 def test_hello_comes_once(world: World) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from lull.vmm.errors import DriverError, LullMemoryError, OutOfDeviceMemory, OutOfHostMemory, UnsupportedMode
 from lull.vmm.service import errors, protocol
-from lull.vmm.service.errors import MalformedFrame
+from lull.vmm.service.errors import InvalidRequest, MalformedFrame
 from lull.vmm.service.protocol import Fields
 
 Pair = tuple[socket.socket, socket.socket]
@@ -126,22 +126,22 @@ def test_a_frame_that_is_too_long_is_not_sent() -> None:
 
 @pytest.mark.parametrize("value", [True, 1.5, "1", None, -1, 11, [], {}])
 def test_integers_are_integers_within_their_bounds(value: object) -> None:
-    with pytest.raises(MalformedFrame, match="n is"):
+    with pytest.raises(InvalidRequest, match="n is"):
         Fields({"n": value}).integer("n", 0, 10)
 
 
 @pytest.mark.parametrize("value", [True, "1", None, -0.1, 3601, float("inf")])
 def test_seconds_are_numbers_within_their_bounds(value: object) -> None:
-    with pytest.raises(MalformedFrame, match="s is"):
+    with pytest.raises(InvalidRequest, match="s is"):
         Fields({"s": value}).seconds("s")
 
 
 def test_missing_and_unknown_fields_are_refused() -> None:
-    with pytest.raises(MalformedFrame, match="key is missing"):
+    with pytest.raises(InvalidRequest, match="key is missing"):
         Fields({}).text("key", protocol.KEY_PATTERN)
-    with pytest.raises(MalformedFrame, match="unknown field 'more'"):
+    with pytest.raises(InvalidRequest, match="unknown field 'more'"):
         Fields({"more": 1}).end()
-    with pytest.raises(MalformedFrame, match="at most"):
+    with pytest.raises(InvalidRequest, match="at most"):
         Fields({"v": "x" * protocol.VALUE_BYTES_MAX}).value("v")
 
 
