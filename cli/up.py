@@ -36,6 +36,7 @@ SERVER_START_SECONDS_MAX: Final = 60.0
 ORPHAN_END_SECONDS_MAX: Final = 20.0
 CONTEXT_NAME: Final = "local"
 LULL: Final = (sys.executable, "-P", "-m", "lull.cli")
+_AGENT_FLAGS: Final = {"server_url": "--server", "token_file": "--token-file", "data_dir": "--data-dir"}
 
 
 def up(
@@ -77,7 +78,7 @@ def run_up(paths: UpPaths, config: Path | None, host: str, port: int) -> None:
     paths.make()
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     toml = agent_config(paths, config, url)
-    settings = _check_agent_config(toml)
+    settings = _check_agent_config(paths, toml, url)
     with _only_one(paths), StopSignal().installed() as stop:
         earlier = read_record(paths)
         end_orphans(earlier)
@@ -112,10 +113,15 @@ def agent_config(paths: UpPaths, config: Path | None, url: str) -> Path:
     return paths.agent_toml
 
 
-def _check_agent_config(toml: Path) -> AgentSettings:
+def _filled_in(paths: UpPaths, url: str) -> dict[str, str | Path]:
+    """What this command knows better than the file, which need not have it."""
+    return {"server_url": url, "token_file": paths.token_file, "data_dir": paths.agent_dir}
+
+
+def _check_agent_config(paths: UpPaths, toml: Path, url: str) -> AgentSettings:
     """What the agent would refuse is refused here, before anything starts."""
     try:
-        return load_settings(toml, {})
+        return load_settings(toml, dict(_filled_in(paths, url)))
     except ConfigFileError as error:
         fail(str(error), ExitCode.USAGE)
 
@@ -141,10 +147,9 @@ def _say_if_taken(listen: str, gate: GatewayGate) -> None:
 
 def _children(paths: UpPaths, toml: Path, url: str, host: str, port: int) -> tuple[Child, Child]:
     server_argv = [*LULL, "server", "--data-dir", str(paths.server_dir), "--host", host, "--port", str(port)]
-    agent_argv = [
-        *(*LULL, "agent", "--config", str(toml), "--server", url),
-        *("--token-file", str(paths.token_file), "--data-dir", str(paths.agent_dir)),
-    ]
+    agent_argv = [*LULL, "agent", "--config", str(toml)]
+    for key, value in _filled_in(paths, url).items():
+        agent_argv += [_AGENT_FLAGS[key], str(value)]
     return Child("server", server_argv, paths.log("server")), Child("agent", agent_argv, paths.log("agent"))
 
 
@@ -159,7 +164,9 @@ def _watched(paths: UpPaths, url: str, server: Child, agent: Child) -> Children:
         mark, argv = str(paths.data_dir), list(agent.argv)
         write_record(paths, UpRecord(server_url=url, mark=mark, agent_argv=argv, up=myself, children=known))
 
-    environ = {**os.environ, UP_MARK: str(paths.data_dir)}
+    # At the end: `lull` in an engine's command is this one where the shell that we were started from knows none.
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    environ = {**os.environ, "PATH": path, UP_MARK: str(paths.data_dir)}
     return Children([server, agent], environ, record, say, may_restart=lambda: not paths.stopping.exists())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def example(name: str) -> str:
-    """The first Python block of a page."""
-    (first, *_) = re.findall(r"^```python\n(.*?)^```$", (DOCS / name).read_text(), re.MULTILINE | re.DOTALL)
+def example(name: str, language: str = "python") -> str:
+    """The first block of a page that is in this language."""
+    (first, *_) = re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / name).read_text(), re.MULTILINE | re.DOTALL)
     return str(first)

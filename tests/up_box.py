@@ -37,9 +37,6 @@ class UpBox:
         directory.mkdir(exist_ok=True)
         self.config = directory / "agent.toml"
         settings = {
-            "server_url": self.url,
-            "token_file": self.paths.token_file,
-            "data_dir": self.paths.agent_dir,
             "node_name": "box",
             "devices": [{"path": directory / "device", "capacity_bytes": DEVICE_BYTES}],
             "gateway": {"listen": f"127.0.0.1:{self.gateway_port}"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from lull.agents.processes import is_same
+from lull.bench.box import free_ports
+from tests.doc_examples import example
 from tests.up_box import LULL, UpBox, opened
 from tests.waiting import wait_until
 
@@ -136,12 +139,35 @@ def test_a_gateway_s_port_in_use_is_one_clear_line_and_the_rest_runs(tmp_path: P
         wait_until(lambda: "gateway_down" in box.run("events", "-o", "jsonl").stdout, 60, "the alert")
 
 
+def test_the_file_that_the_page_shows_starts_as_it_stands(tmp_path: Path) -> None:
+    """In a folder and on ports of the test's own, with less to hold; and its engine is lent."""
+    with opened(tmp_path / "box", start=False) as box:
+        text = example("configuration.md", "toml")
+        own = {
+            "/var/lib/lull": tmp_path / "lib",
+            "8070": box.gateway_port,
+            "9001": free_ports(1)[0],
+            '"1GiB"': '"8MiB"',
+        }
+        for shown, ours in own.items():
+            assert shown in text
+            text = text.replace(shown, str(ours))
+        box.config.write_text(text)
+        (tmp_path / "lib").mkdir()
+        key = tmp_path / "lib/alpha.key"
+        key.write_text(f"{secrets.token_hex(32)}\n")
+        key.chmod(0o600)
+        box.start()
+        waited = box.run("submit", "--wait", "--hbm", "1GiB", "--", "true")
+        assert waited.returncode == 0, box.run("engine", "list").stdout
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "told"),
     [
-        ("capacity_bytes = 67108864", "capacity_bytes = ", "agent.toml:8: "),
-        ("node_name", "colour = 1\nnode_name", "agent.toml:4: colour"),
-        ("capacity_bytes = 67108864", "capacity_bytes = 'much'", "agent.toml:8: devices.0.capacity_bytes"),
+        ("capacity_bytes = 67108864", "capacity_bytes = ", "agent.toml:5: "),
+        ("node_name", "colour = 1\nnode_name", "agent.toml:1: colour"),
+        ("capacity_bytes = 67108864", "capacity_bytes = 'much'", "agent.toml:5: devices.0.capacity_bytes"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_starts(
