@@ -168,7 +168,8 @@ class Client:
         return self._read(schemas.Job, "POST", f"/jobs/{_segment(job_id)}/release")
 
     def retry(self, job_id: str, *, idempotency_key: str | None = None) -> schemas.Job:
-        """A new job that asks for what this one asked, which has ended without success."""
+        """A new job that asks for what this one asked, which has ended without success; or the one that was made so
+        before and has not ended."""
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         return self._read(schemas.Job, "POST", f"/jobs/{_segment(job_id)}/retry", headers=headers)
 

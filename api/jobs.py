@@ -129,7 +129,12 @@ async def release(request: Request, job_id: str) -> schemas.Job:
     status_code=201,
     response_model=schemas.Job,
     summary="Submit anew what a job asked for that has ended without success",
-    responses={200: {"model": schemas.Job, "description": "This Idempotency-Key was used before for this job"}},
+    responses={
+        200: {
+            "model": schemas.Job,
+            "description": "It was retried within 24 h, by this Idempotency-Key or by a job that has not ended",
+        }
+    },
     openapi_extra={"parameters": [_KEY_PARAMETER]},
 )
 async def retry(request: Request, job_id: str) -> Response:

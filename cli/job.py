@@ -182,7 +182,10 @@ def retry(
     jobs: JobsArgument,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print only the new ids.")] = False,
 ) -> None:
-    """Submit anew what jobs asked for that have ended without success; their results stay."""
+    """Submit anew what jobs asked for that have ended without success; their results stay.
+
+    Asked again within a day, it names the job that was made so, as long as that has not ended.
+    """
     for job in jobs:
         new = session.client.retry(job)
         if quiet:
@@ -205,7 +208,7 @@ def resolve(
     if not found.attempts:
         fail(f"job {found.id} is {found.state} and has no attempt to resolve", ExitCode.CONFLICT)
     attempt = found.attempts[-1]
-    if outcome is Outcome.REQUEUE and not yes:
+    if outcome is Outcome.REQUEUE and not yes and attempt.state != "ended":
         fail(
             f"nobody knows whether attempt {attempt.no} of job {found.id} still runs on node {attempt.node_id},"
             " and a second one would be started; make sure that it does not run, then add --yes",

@@ -169,17 +169,12 @@ class Store:
         return await self.get_job(job_id, now)
 
     async def retry_job(self, job_id: str, principal: str, idempotency_key: str | None, now: float) -> SubmitResult:
-        """Submits anew what an ended job asked for; its own result stays. Raises NotFound, Conflict unless it has
-        ended without success, and what ``submit_job`` raises."""
-
-        def work(tx: Tx) -> SubmitResult:
-            request = job_writes.request_of_retry(tx, job_id)
-            digest = f"retry {job_id}"[:64]
-            return job_writes.submit(
-                tx, request, principal, idempotency_key, digest, now, self._queue_jobs_max, retry_of=job_id
-            )
-
-        return await self._write(work)
+        """Submits anew what an ended job asked for; its own result stays. Asked again within a day, it answers the job
+        that was made so, as long as that has not ended. Raises NotFound, Conflict unless the job has ended without
+        success, and what ``submit_job`` raises."""
+        return await self._write(
+            lambda tx: job_writes.retry(tx, job_id, principal, idempotency_key, now, self._queue_jobs_max)
+        )
 
     async def resolve_attempt(
         self, attempt_id: str, outcome: operator_verbs.Outcome, principal: str, now: float

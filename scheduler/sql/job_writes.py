@@ -18,6 +18,7 @@ from .changes import locked_job, move_job
 from .retention import IDEMPOTENCY_SECONDS
 from .writer import Tx
 
+_NOBODY: Final = ""  # whose key a retry is: no principal is called so
 # Built once: building a statement costs more than running it.
 _INSERT_JOB: Final = insert(jobs)
 _WAITING: Final = (
@@ -78,11 +79,7 @@ def submit(
         },
     )
     if idempotency_key is not None:
-        tx.conn.execute(
-            insert(idempotency_keys).values(
-                principal=principal, key=idempotency_key, body_sha256=body_sha256, job_id=job_id, created_at=now
-            )
-        )
+        _remember(tx, principal, idempotency_key, body_sha256, job_id, now)
     tx.event(
         "job_changed",
         "the job was submitted" if retry_of is None else f"the job was submitted to retry {retry_of}",
@@ -94,6 +91,38 @@ def submit(
     )
     tx.touch("jobs", "decide")
     return SubmitResult(job_id, replayed=False)
+
+
+def retry(
+    tx: Tx, job_id: str, principal: str, idempotency_key: str | None, now: float, queue_jobs_max: int
+) -> SubmitResult:
+    """Submits what an ended job asked for, or answers the job that was made so within a day and has not ended."""
+    request = request_of_retry(tx, job_id)  # locks the job: of two at once one makes the new job
+    digest = f"retry {job_id}"[:64]
+    if idempotency_key is not None:
+        seen = _replayed(tx, principal, idempotency_key, digest, now)
+        if seen is not None:
+            return SubmitResult(seen, replayed=True)
+    made = _replayed(tx, _NOBODY, digest, digest, now)
+    if made is not None:
+        job = _job(tx, made)
+        if JobState(job["state"]) not in TERMINAL_JOB_STATES:
+            if idempotency_key is not None:
+                _remember(tx, principal, idempotency_key, digest, made, now)
+            return SubmitResult(made, replayed=True)
+        mark = (idempotency_keys.c.principal == _NOBODY) & (idempotency_keys.c.key == digest)
+        tx.conn.execute(delete(idempotency_keys).where(mark))
+    result = submit(tx, request, principal, idempotency_key, digest, now, queue_jobs_max, retry_of=job_id)
+    _remember(tx, _NOBODY, digest, digest, result.job_id, now)
+    return result
+
+
+def _remember(tx: Tx, principal: str, key: str, body_sha256: str, job_id: JobId, now: float) -> None:
+    tx.conn.execute(
+        insert(idempotency_keys).values(
+            principal=principal, key=key, body_sha256=body_sha256, job_id=job_id, created_at=now
+        )
+    )
 
 
 def _replayed(tx: Tx, principal: str, key: str, body_sha256: str, now: float) -> JobId | None:

@@ -264,6 +264,22 @@ async def test_an_ended_job_is_retried_as_a_new_one(store: Store, submit: Submit
         await store.retry_job(other, "bob", "key", time.time())
 
 
+async def test_a_retry_that_is_asked_again_makes_no_second_job(store: Store, submit: Submit) -> None:
+    job_id = await submit()
+    await store.cancel_job(job_id, "ann", time.time())
+    new = await store.retry_job(job_id, "ann", None, time.time())
+    for key in ("key", None):
+        again = await store.retry_job(job_id, "bob", key, time.time())
+        assert again == type(new)(new.job_id, replayed=True)
+    jobs, _ = await store.list_jobs(states=(), project=None, limit=10, cursor=None)
+    assert {job.id for job in jobs} == {job_id, new.job_id}
+    await store.cancel_job(new.job_id, "ann", time.time())
+    assert (await store.retry_job(job_id, "bob", "key", time.time())).job_id == new.job_id  # this key's answer
+    third = await store.retry_job(job_id, "bob", None, time.time())
+    assert third.job_id not in (job_id, new.job_id)
+    assert (await store.retry_job(job_id, "ann", None, time.time())).job_id == third.job_id
+
+
 async def test_a_job_that_succeeded_is_not_retried(store: Store, agent: ModelAgent, running: OpenLoan) -> None:
     await agent.end(running, running.attempts[0], AttemptEnd.EXITED, exit_code=0)
     with pytest.raises(Conflict, match="nothing to retry"):
