@@ -5,11 +5,13 @@ Every step looks at what is there already, so that a step that raised can be ask
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from .backup import Backup
 from .copier import CopyTask, FillTask, Task
 from .driver import Access, Driver, Handle
+from .errors import DeviceFailed, LullMemoryError
 from .tags import KEEPS_CONTENTS, RestoreMode
 
 
@@ -33,6 +35,7 @@ class Block:
     sealed: bool = False  # mapped read-only, so the clean backup stays clean
     backup: Backup | None = None
     digest: bytes | None = None  # of the clean backup, where changes of it are looked for
+    in_doubt: bool = False  # a release raised: the handle may be gone
     leaving: bool = False  # being freed: no part of any park or wake, even if freeing it failed
 
     @property
@@ -50,9 +53,15 @@ class Block:
     @property
     def contents_lost(self) -> bool:
         """Owed to its user, and nowhere."""
-        return self.keeps_contents and not self.contents_here and not self.has_clean_backup
+        return self.keeps_contents and not self.in_place and not self.has_clean_backup
+
+    @property
+    def in_place(self) -> bool:
+        return self.contents_here and self.mapped
 
     def create(self, driver: Driver) -> None:
+        if self.in_doubt:
+            self._look_for_handle(driver)
         if self.handle is None:
             self.handle = driver.create(self.allocation.reserved_bytes)
 
@@ -66,13 +75,44 @@ class Block:
         self.sealed = False
 
     def detach(self, driver: Driver) -> None:
+        if self.in_doubt:
+            self._look_for_handle(driver)
         if self.mapped:
-            driver.unmap(self.allocation.address, self.allocation.reserved_bytes)
+            try:
+                driver.unmap(self.allocation.address, self.allocation.reserved_bytes)
+            except BaseException as error:
+                self._look_for_mapping(driver, error)
+                raise
             self.mapped = self.sealed = False
         if self.handle is not None:
+            self.in_doubt = True
             driver.release(self.handle)
             self.handle = None
-            self.contents_here = False
+            self.contents_here = self.in_doubt = False
+
+    def _look_for_mapping(self, driver: Driver, error: BaseException) -> None:
+        """After an unmap that raised. What is mapped the driver can tell, whatever its error means."""
+        access = Access.READ if self.sealed else Access.READ_WRITE
+        try:
+            if not isinstance(error, DeviceFailed):
+                driver.set_access(self.allocation.address, self.allocation.reserved_bytes, access)
+        except LullMemoryError:
+            self.mapped = self.sealed = False
+
+    def _look_for_handle(self, driver: Driver) -> None:
+        """After a release that raised: what can be mapped is held. What cannot is given up, not relied on."""
+        handle = self.handle
+        assert handle is not None, "a handle that is gone is not in doubt"
+        try:
+            driver.map(self.allocation.address, self.allocation.reserved_bytes, handle)
+            self.mapped, self.in_doubt = True, False
+        except DeviceFailed:
+            raise
+        except LullMemoryError:
+            with suppress(LullMemoryError):
+                driver.release(handle)
+            self.handle = None
+            self.contents_here = self.in_doubt = False
 
     def seal(self, driver: Driver) -> None:
         if self.has_clean_backup and not self.sealed:

@@ -6,6 +6,7 @@ LullMemoryError
 ├── DriverError           a driver call was refused or misused; that call changed nothing
 │   ├── DeviceFailed      a sticky error: the device is lost to this process, and what it held with it
 │   ├── LedgerBusy        another process keeps the device's ledger locked
+│   ├── LedgerUnreadable  what lies in the device's ledger is none: nothing was charged
 │   └── LedgerUnwritable  the disk of the device's ledger takes nothing: nothing was charged
 ├── UnsupportedMode       this device cannot honour the restore mode
 ├── HostMemoryNotPinned   backups must be page-locked and the system does not allow it; nothing changed
@@ -65,6 +66,10 @@ class DeviceFailed(DriverError):
 
 class LedgerBusy(DriverError):
     """The lock of the device's ledger could not be had within its bound."""
+
+
+class LedgerUnreadable(DriverError):
+    """Who holds how much of the device is not known: it gives out nothing until its directory is put right."""
 
 
 class LedgerUnwritable(DriverError):

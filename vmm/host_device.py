@@ -8,6 +8,7 @@ one key are one piece of memory, charged once.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -18,11 +19,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 from uuid import uuid4
 
 from . import host_memory
-from .errors import LedgerBusy, LedgerUnwritable, OutOfDeviceMemory
+from .errors import LedgerBusy, LedgerUnreadable, LedgerUnwritable, OutOfDeviceMemory
 
 KINDS: Final = ("discrete", "unified")
 ENVIRONMENT_NAME: Final = "LULL_HOST_DEVICE"
@@ -180,11 +181,15 @@ class HostDevice:
         try:
             with open(self._ledger, "rb", buffering=0) as file:
                 content: dict[str, Any] = json.loads(file.read())
+            if content["boot_id"] != _boot_id():
+                return []  # nothing survives a reboot, and pids and start times repeat
+            return [_require_whole(Charge(**row)) for row in content["rows"]]
         except FileNotFoundError:
             return []
-        if content["boot_id"] != _boot_id():
-            return []  # nothing survives a reboot, and pids and start times repeat
-        return [Charge(**row) for row in content["rows"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise LedgerUnreadable(
+                "ledger", f"{self._ledger} cannot be read ({error}): end the device's processes and remove it"
+            ) from error
 
     def _write(self, rows: list[Charge]) -> None:
         content = {"boot_id": _boot_id(), "rows": [row.as_fields() for row in rows]}
@@ -196,12 +201,18 @@ class HostDevice:
         except OSError as error:
             with suppress(OSError):
                 os.unlink(draft)  # a full disk took half of it
-            reason = f"{self.path} cannot be written ({error.strerror}): give its disk room, then try again"
-            raise LedgerUnwritable("ledger", reason) from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> LedgerUnwritable:
+        what = "give its disk room" if error.errno == errno.ENOSPC else "put that right"
+        return LedgerUnwritable("ledger", f"{self.path} cannot be written ({error.strerror}): {what}, then try again")
 
     @contextmanager
     def _locked(self) -> Generator[None]:
-        fd = os.open(self._ledger + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(self._ledger + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._unwritable(error) from error
         try:
             deadline = time.monotonic() + _LOCK_SECONDS_MAX
             while not _try_lock(fd):
@@ -219,6 +230,13 @@ def _try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _require_whole(row: Charge) -> Charge:
+    numbers = cast("list[object]", [row.pid, row.start_ticks, row.nbytes])
+    if not isinstance(cast("object", row.key), str) or not all(isinstance(number, int) for number in numbers):
+        raise ValueError(f"{row} is no charge")
+    return row
 
 
 def _living(rows: list[Charge]) -> list[Charge]:

@@ -23,8 +23,9 @@ from uuid import uuid4
 
 from . import host_memory
 from .driver import Access, Handle
-from .errors import DeviceFailed, DriverError, LedgerBusy, LedgerUnwritable, LullMemoryError, OutOfHostMemory
+from .errors import DeviceFailed, DriverError, LullMemoryError, OutOfHostMemory
 from .host_device import Charge, HostDevice, process_key
+from .host_lane import HostLane
 from .host_pages import commit_pages
 
 OWNER_ENVIRONMENT_NAME: Final = "LULL_ATTEMPT"
@@ -136,7 +137,8 @@ class HostDriver:
 
     def free_bytes(self) -> int:
         self._enter("free_bytes")
-        return self.device.free_bytes()
+        with _os_errors_as("free_bytes"):
+            return self.device.free_bytes()
 
     def inject(self, verb: str, error: Exception, *, nth_call: int = 1) -> None:
         """For tests: the ``nth_call``-th call of ``verb`` from now raises ``error`` and changes nothing. Once,
@@ -191,7 +193,8 @@ class HostDriver:
         self._charge(handle)
         try:
             # After the charge: what is refused for the device's capacity must not be blamed on the host.
-            available_bytes = host_memory.available_bytes()
+            with _os_errors_as("create"):
+                available_bytes = host_memory.available_bytes()
             if nbytes > available_bytes:
                 raise OutOfHostMemory(nbytes, available_bytes, "host-device memory")
             fd = self._committed_memfd(handle)
@@ -251,23 +254,27 @@ class HostDriver:
 
     def export_handle(self, handle: Handle) -> int:
         self._enter("export_handle")
-        with self._lock:
+        with self._lock, _os_errors_as("export_handle"):
             return fcntl.fcntl(self._require_held("export_handle", handle).fd, fcntl.F_DUPFD_CLOEXEC, 0)
 
     def import_handle(self, fd: int, exported: Handle | None = None) -> Handle:
         self._enter("import_handle")
-        match = _MEMFD_PATTERN.fullmatch(os.readlink(f"/proc/self/fd/{fd}"))
+        with _os_errors_as("import_handle"):
+            match = _MEMFD_PATTERN.fullmatch(os.readlink(f"/proc/self/fd/{fd}"))
         if match is None or match[1] != self.device.uuid:
             raise DriverError("import_handle", f"descriptor {fd} is not memory of device {self.device.uuid}")
-        handle = Handle(match[2], os.fstat(fd).st_size)
-        if exported not in (None, handle):
-            raise DriverError("import_handle", f"descriptor {fd} is {handle}, not {exported}")
-        own_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+        with _os_errors_as("import_handle"):
+            handle = Handle(match[2], os.fstat(fd).st_size)
+            if exported not in (None, handle):
+                raise DriverError("import_handle", f"descriptor {fd} is {handle}, not {exported}")
+            own_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
         try:
             self._charge(handle)
             with self._lock:
                 if handle.key in self._physical:
-                    raise DriverError("import_handle", f"{handle.key} is held by this process already")
+                    raise DriverError(
+                        "import_handle", f"{handle.key} is held by this process already: use the pool that has it"
+                    )
                 self._physical[handle.key] = _Physical(handle, own_fd)
         except BaseException:
             os.close(own_fd)
@@ -328,7 +335,7 @@ class HostDriver:
             self._undischarged.add(key)
         try:
             self._settle_discharges()
-        except (LedgerBusy, LedgerUnwritable, OSError) as error:
+        except LullMemoryError as error:
             _log.warning("device %s: %s is free but still charged: %s", self.device.uuid, key, error)
 
     def _settle_discharges(self) -> None:
@@ -357,7 +364,10 @@ class HostDriver:
         with self._lock:
             if physical.held or physical.mappings or self._physical.pop(physical.handle.key, None) is None:
                 return
-        os.close(physical.fd)
+        try:
+            os.close(physical.fd)
+        except OSError as error:  # what was asked for is done all the same
+            _log.warning("device %s: the descriptor of %s was lost: %s", self.device.uuid, physical.handle.key, error)
         self._discharge(physical.handle.key)
 
     def _reserved_around(self, verb: str, address: int, nbytes: int) -> int:
@@ -392,32 +402,6 @@ class HostDriver:
         for physical in list(self._physical.values()):
             os.close(physical.fd)
         self._physical.clear()
-
-
-class HostLane:
-    """Copies at once, in the calling thread."""
-
-    def __init__(self, driver: HostDriver) -> None:
-        self._driver = driver
-        self._closed = False
-
-    def copy(self, destination: int, source: int, nbytes: int) -> None:
-        self._require_open("copy")
-        self._driver.copy(destination, source, nbytes)
-
-    def set(self, address: int, value: int, nbytes: int) -> None:
-        self._require_open("set")
-        self._driver.set(address, value, nbytes)
-
-    def synchronize(self) -> None:
-        self._require_open("synchronize")
-
-    def close(self) -> None:
-        self._closed = True
-
-    def _require_open(self, verb: str) -> None:
-        if self._closed:
-            raise DriverError(verb, "the lane is closed; open another")
 
 
 _drivers: weakref.WeakSet[HostDriver] = weakref.WeakSet()

@@ -21,7 +21,7 @@ from .block_table import BlockTable, Phase, Transition
 from .blocks import Allocation, Block
 from .copier import Copier
 from .driver import Driver, Handle
-from .errors import ContentsLost, HostMemoryNotPinned, LullMemoryError, OutOfDeviceMemory
+from .errors import ContentsLost, HostMemoryNotPinned, OutOfDeviceMemory
 from .modes import ModeTable
 from .pool_like import PoolGuest
 from .seals import digest_of_backup, require_unchanged
@@ -359,12 +359,12 @@ class Pool:
         transition.cost.add_copies(block for block in without_contents if block.keeps_contents)
 
     def _undo_resume(self, transition: Transition, error: BaseException | None) -> None:
-        failure: LullMemoryError | None = None
+        failure: Exception | None = None
         for block in transition.blocks:
             try:
                 block.detach(self.driver)
-            except LullMemoryError as second:
-                failure = second  # the others are given back all the same
+            except Exception as second:  # noqa: BLE001  raised below; the others are given back all the same
+                failure = second
         broken = None if failure is None else self._break("the wake", transition.blocks, error)
         self._end(transition)
         if broken is not None:
@@ -391,12 +391,12 @@ class Pool:
         try:
             block.detach(self.driver)
             self.driver.free_address(block.allocation.address, block.allocation.reserved_bytes)
-        except LullMemoryError as second:
+        except Exception as second:  # noqa: BLE001  said with the error that is on its way
             error.add_note(f"and {block.allocation} could not be given back: {second}")
 
     def _break(self, during: str, blocks: Sequence[Block], cause: BaseException | None) -> ContentsLost:
         lost = {block.allocation.tag for block in blocks if block.contents_lost}
-        live = {block.allocation.tag for block in blocks if block.contents_here} - lost
+        live = {block.allocation.tag for block in blocks if block.in_place} - lost
         parked = {block.allocation.tag for block in blocks} - lost - live
         failure = ContentsLost(during, lost=lost, parked=parked, live=live)
         if cause is not None:

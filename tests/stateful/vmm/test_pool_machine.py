@@ -142,7 +142,7 @@ class PoolMachine(RuleBasedStateMachine):
     def adopt(self, pages: int, tag: str, mode: RestoreMode) -> Allocation | MultipleResults[Allocation]:
         """Memory that another allocator has made."""
         nbytes = pages * PAGE_BYTES
-        if tag in self.parked:
+        if tag in self.parked or (tag == IMMUTABLE and mode not in KEEPS_CONTENTS):
             return multiple()
         try:
             handle = self.driver.create(nbytes)

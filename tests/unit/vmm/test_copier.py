@@ -13,7 +13,8 @@ from lull.vmm import copier
 from lull.vmm.copier import Copier, CopyTask, FillTask
 from lull.vmm.errors import DriverError
 from lull.vmm.host_device import HostDevice
-from lull.vmm.host_driver import HostDriver, HostLane
+from lull.vmm.host_driver import HostDriver
+from lull.vmm.host_lane import HostLane
 from lull.vmm.pool import Pool
 from lull.vmm.tags import RestoreMode
 from tests.memory import GRANULE_BYTES, pattern, read, write
