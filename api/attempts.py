@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from . import schemas, views
 from .caching import NOT_MODIFIED, answer
-from .problems import invalid_field
 from .services import now, principal_of, read_body, services_of
 
 router = APIRouter(tags=["attempts"])
@@ -47,11 +46,7 @@ async def show(request: Request, attempt_id: str) -> Response:
 )
 async def resolve(request: Request, attempt_id: str) -> schemas.Attempt:
     wanted = await read_body(request, ResolveRequest)
-    if wanted.outcome == "requeue" and not wanted.confirm:
-        raise invalid_field(
-            "confirm",
-            "nobody knows whether the attempt still runs, and its job would be started a second time;"
-            " make sure that it does not run, then send true",
-        )
-    row = await services_of(request).store.resolve_attempt(attempt_id, wanted.outcome, principal_of(request), now())
+    row = await services_of(request).store.resolve_attempt(
+        attempt_id, wanted.outcome, principal_of(request), now(), confirmed=wanted.confirm
+    )
     return views.attempt_of(row)

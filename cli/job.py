@@ -204,17 +204,23 @@ def resolve(
     yes: Annotated[bool, typer.Option("--yes", help="It may then run twice at once: I know that it does not.")] = False,
 ) -> None:
     """Decide what became of a job whose node is silent or cannot say."""
+    from ..api.client import ProblemError
+
     found = session.client.job(job)
     if not found.attempts:
         fail(f"job {found.id} is {found.state} and has no attempt to resolve", ExitCode.CONFLICT)
     attempt = found.attempts[-1]
-    if outcome is Outcome.REQUEUE and not yes and attempt.state != "ended":
+    try:
+        session.client.resolve(attempt.id, outcome.value, confirm=yes)
+    except ProblemError as problem:
+        # The server looks at the state first: only where a second one could run is there anything to be sure of.
+        if all(error.get("field") != "confirm" for error in problem.document.get("errors", ())):
+            raise
         fail(
             f"nobody knows whether attempt {attempt.no} of job {found.id} still runs on node {attempt.node_id},"
-            " and a second one would be started; make sure that it does not run, then add --yes",
+            " and the job would be started a second time; make sure that it does not run, then add --yes",
             ExitCode.USAGE,
         )
-    session.client.resolve(attempt.id, outcome.value, confirm=yes)
     _print_state(session, session.client.job(job))
 
 

@@ -177,11 +177,13 @@ class Store:
         )
 
     async def resolve_attempt(
-        self, attempt_id: str, outcome: operator_verbs.Outcome, principal: str, now: float
+        self, attempt_id: str, outcome: operator_verbs.Outcome, principal: str, now: float, *, confirmed: bool = False
     ) -> AttemptRow:
-        """Ends an attempt of unknown fate by an operator's word. `requeue` may run its job twice. Raises NotFound;
-        Conflict with the state of one that is not unknown."""
-        await self._write(lambda tx: operator_verbs.resolve_attempt(tx, attempt_id, outcome, principal, now))
+        """Ends an attempt of unknown fate by an operator's word. `requeue` may run its job twice, which has to be
+        ``confirmed``. Raises NotFound; Conflict with the state of one that is not unknown; InvalidRequest."""
+        await self._write(
+            lambda tx: operator_verbs.resolve_attempt(tx, attempt_id, outcome, principal, now, confirmed=confirmed)
+        )
         return await self.get_attempt(attempt_id)
 
     async def give_up_loan(self, loan_id: str, principal: str, now: float) -> LoanRow:

@@ -19,7 +19,7 @@ from ...agents.protocol.wire import (
     RestartEngine,
     StopAttempt,
 )
-from ..errors import Conflict, NotFound
+from ..errors import Conflict, InvalidRequest, NotFound
 from ..lifecycle import AttemptEvent, JobEvent
 from ..tables import attempts, loan_devices, loans, nodes, orders
 from . import registration
@@ -44,9 +44,9 @@ GIVEN_UP: Final = "GivenUp"
 _NOT_RESTARTED: Final = (EngineState.PARKING, EngineState.PARKED, EngineState.WAKING)
 
 
-def resolve_attempt(tx: Tx, attempt_id: str, outcome: Outcome, principal: str, now: float) -> None:
+def resolve_attempt(tx: Tx, attempt_id: str, outcome: Outcome, principal: str, now: float, *, confirmed: bool) -> None:
     """Ends an attempt of unknown fate as lost. Its job fails, or is queued again: then it may run beside the lost
-    attempt, which its node is told to stop as soon as it speaks."""
+    attempt, which its node is told to stop as soon as it speaks, and that has to be ``confirmed``."""
     node = _locked_node_of(tx, attempts, "attempt", attempt_id)
     attempt = locked_attempt(tx, attempt_id)
     assert attempt is not None
@@ -64,6 +64,12 @@ def resolve_attempt(tx: Tx, attempt_id: str, outcome: Outcome, principal: str, n
         )
     if outcome == "requeue" and job["stop_wanted"]:
         raise Conflict("the job was to be cancelled: it is not queued again; resolve it as failed", state=job["state"])
+    if outcome == "requeue" and not confirmed:
+        raise InvalidRequest(
+            "confirm",
+            f"nobody knows whether attempt {attempt['attempt_no']} of job {job['id']} still runs on node {node['id']},"
+            " and the job would be started a second time; make sure that it does not run, then send true",
+        )
     sentence = "lost" if outcome == "failed" else "lost, and started anew"
     reason = Reason(code=RESOLVED, sentence=f"resolved by {principal} as {sentence}", data={"outcome": outcome})
     tx.event(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import subprocess
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -11,6 +15,7 @@ from lull.agents.protocol.wire import AttemptEnd, AttemptState
 from lull.scheduler.actions import MarkSilent
 from lull.scheduler.model import AttemptRow
 from lull.scheduler.store import Store
+from tests.cli_here import run_here
 from tests.wire_node import WireNode
 
 
@@ -44,6 +49,23 @@ async def test_an_attempt_is_resolved_and_a_second_start_needs_a_word(
     late = await http.post(f"{path}/resolve", json={"outcome": "failed"})
     assert (late.status_code, late.json()["code"], late.json()["state"]) == (409, "conflict", "ended")
     assert (await http.post("/attempts/nope/resolve", json={"outcome": "failed"})).status_code == 404
+
+
+async def test_the_command_line_asks_to_be_sure_where_a_job_may_run_twice(
+    attempt: AttemptRow, live_url: str, token: str, tmp_path: Path
+) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(token)
+    token_file.chmod(0o600)
+    own = {"LULL_CONFIG": str(tmp_path / "none.toml"), "LULL_SERVER": live_url, "LULL_TOKEN_FILE": str(token_file)}
+
+    def resolve(*words: str) -> subprocess.CompletedProcess[str]:
+        return run_here(("job", "resolve", attempt.job_id, "--as", *words), {"PATH": os.environ["PATH"], **own})
+
+    unsure = await asyncio.to_thread(resolve, "requeue")
+    assert (unsure.returncode, "--yes" in unsure.stderr) == (2, True), unsure.stderr
+    sure = await asyncio.to_thread(resolve, "requeue", "--yes")
+    assert (sure.returncode, sure.stdout) == (0, f"job {attempt.job_id}: queued\n"), sure.stderr
 
 
 async def test_loans_and_engines_answer_with_their_state(http: httpx.AsyncClient, attempt: AttemptRow) -> None:

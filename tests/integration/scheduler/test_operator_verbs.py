@@ -21,8 +21,9 @@ from lull.agents.protocol.wire import (
     StopAttempt,
 )
 from lull.scheduler.actions import MarkSilent
-from lull.scheduler.errors import Conflict, IdempotencyMismatch, NotFound
+from lull.scheduler.errors import Conflict, IdempotencyMismatch, InvalidRequest, NotFound
 from lull.scheduler.lifecycle import JobState
+from lull.scheduler.sql.operator_verbs import Outcome
 from lull.scheduler.store import Store
 from tests.model_agent import GIB, ModelAgent, device, engine
 
@@ -62,9 +63,11 @@ async def events(store: Store, type_: str) -> list[Any]:
 
 async def test_only_an_attempt_of_unknown_fate_is_resolved(store: Store, running: OpenLoan) -> None:
     attempt_id = running.attempts[0].attempt_id
-    with pytest.raises(Conflict, match="not unknown") as refused:
-        await store.resolve_attempt(attempt_id, "failed", "ann", time.time())
-    assert refused.value.state == "running"
+    outcomes: tuple[Outcome, ...] = ("failed", "requeue")
+    for outcome in outcomes:  # its state before all else: nothing is to be confirmed about one that is known to run
+        with pytest.raises(Conflict, match="not unknown") as refused:
+            await store.resolve_attempt(attempt_id, outcome, "ann", time.time())
+        assert refused.value.state == "running"
     with pytest.raises(NotFound, match="attempt"):
         await store.resolve_attempt("nope", "failed", "ann", time.time())
 
@@ -95,8 +98,10 @@ async def test_resolved_as_requeue_its_job_is_started_a_second_time(
 ) -> None:
     spec = running.attempts[0]
     await silence(store)
-    for _ in range(2):
+    with pytest.raises(InvalidRequest, match="a second time"):
         await store.resolve_attempt(spec.attempt_id, "requeue", "ann", time.time())
+    for _ in range(2):
+        await store.resolve_attempt(spec.attempt_id, "requeue", "ann", time.time(), confirmed=True)
     job = await store.get_job(spec.job_id)
     assert (job.state, job.attempt_no, job.reasons[0].code) == (JobState.QUEUED, 1, "Resolved")
     other = ModelAgent(store, "other", devices=[device("other-gpu")])
