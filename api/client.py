@@ -308,6 +308,8 @@ class Client:
                 with self._stream(f"{API}/events", params, headers, HEARTBEATS_MISSED_SECONDS) as response:
                     has_begun = True
                     for message in EventSource(response).iter_sse():
+                        if not message.data:  # a heartbeat, which httpx-sse hands out once it has seen an id
+                            continue
                         event = schemas.Event.model_validate_json(message.data)
                         since = event.seq
                         breaks = 0

@@ -92,6 +92,19 @@ async def test_events_go_on_over_a_broken_stream(client: Client, live_url: str, 
             break
 
 
+async def test_events_go_on_after_heartbeats(client: Client, live: httpx.AsyncClient) -> None:
+    events = client.events()
+    await asyncio.to_thread(client.submit, ["true"])
+    first = await asyncio.to_thread(next, events)
+    waiting = asyncio.create_task(asyncio.to_thread(next, events))
+    async with live.stream("GET", "/events", params={"type": "no_such_type"}) as silent:
+        chunks = silent.aiter_text()
+        for _ in range(3):
+            assert ": heartbeat" in await asyncio.wait_for(anext(chunks), 5)
+    await live.post("/jobs", json={"argv": ["true"]})
+    assert (await asyncio.wait_for(waiting, 10)).seq > first.seq
+
+
 def _cut_connections(client: Client) -> None:
     pool = client._http._transport._pool  # type: ignore[attr-defined]
     for connection in pool.connections:

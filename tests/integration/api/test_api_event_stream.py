@@ -19,7 +19,8 @@ async def _next(messages: AsyncIterator[ServerSentEvent]) -> ServerSentEvent:
 
 
 def _messages(source: EventSource) -> AsyncIterator[ServerSentEvent]:
-    return source.aiter_sse()
+    """Without heartbeats, which httpx-sse hands out as messages without data once it has seen an id."""
+    return (message async for message in source.aiter_sse() if message.data)
 
 
 async def test_what_was_and_what_comes_in_one_stream(live: httpx.AsyncClient) -> None:
