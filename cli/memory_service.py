@@ -11,14 +11,19 @@ import typer
 
 from ..vmm.errors import LullMemoryError
 from ..vmm.service.client import drop_pool, read_state
-from ..vmm.service.command import ServiceSettings, run_service
+from ..vmm.service.command import UID_MAX, ServiceSettings, run_service
 from ..vmm.service.holdings import Limits
 
 _DEFAULT = Limits()
 
 
 def memory_service(
-    socket: Annotated[Path, typer.Option(help="Unix socket by which engines attach; its folder is made private.")],
+    socket: Annotated[
+        Path,
+        typer.Option(
+            help="Unix socket by which engines attach, in a folder of its own; made private if it is not there."
+        ),
+    ],
     device: Annotated[
         str | None, typer.Option(help="Serve this: directory of a host-memory device, or UUID of a GPU.")
     ] = None,
@@ -31,7 +36,7 @@ def memory_service(
     ] = None,
     allow_uid: Annotated[
         list[int] | None,
-        typer.Option(metavar="UID", help="User that may attach besides our own: 0 lets root."),
+        typer.Option(metavar="UID", min=0, max=UID_MAX, help="User that may attach besides our own: 0 lets root."),
     ] = None,
     clients_max: Annotated[int, typer.Option(min=1, help="Connections at once.")] = _DEFAULT.clients_max,
     pools_max: Annotated[int, typer.Option(min=1, help="Pools at once.")] = _DEFAULT.pools_max,

@@ -13,7 +13,8 @@ from ..driver import Access, Driver, Handle
 from ..errors import ContentsLost, LullMemoryError
 from ..tags import RestoreMode
 from . import protocol
-from .client import CALL_SECONDS_MAX, ServiceClient, read_state
+from .claims import claim, give_up
+from .client import CALL_SECONDS_MAX, CONNECT_SECONDS_MAX, ServiceClient, read_state
 from .errors import LayoutInvalid, ServiceRefused, ServiceUnavailable, StaleLayout
 from .slabs import Place, Slab, drop_all, require_same
 from .state import Lock
@@ -22,23 +23,40 @@ _log = logging.getLogger(__name__)
 
 
 class Attachment:
-    def __init__(self, driver: Driver, path: Path, name: str, tag: str, mode: RestoreMode) -> None:
-        """Connects. Raises ServiceUnavailable."""
+    def __init__(
+        self,
+        driver: Driver,
+        path: Path,
+        name: str,
+        tag: str,
+        mode: RestoreMode,
+        *,
+        connect_seconds_max: float,
+        wake_seconds_max: float,
+    ) -> None:
+        """Connects. Raises ServiceUnavailable; ServiceRefused if the driver is attached to this pool already."""
         self.driver = driver
         self.name = name
         self.tag = tag
         self.slabs: list[Slab] = []
         self.entries: dict[str, Place] = {}
         self.layout_hash: str | None = None
-        self.client = ServiceClient(path)
+        self._connect_seconds_max = min(CONNECT_SECONDS_MAX, connect_seconds_max)
         self._path = path
+        claim(driver, path, name)
+        try:
+            self.client = ServiceClient(path, connect_seconds_max=self._connect_seconds_max)
+        except BaseException:
+            give_up(driver, path, name)
+            raise
+        self._wake_seconds_max = wake_seconds_max  # a parked pool comes with its lock
         self._mode = mode
 
     def hello(self, lock: Lock, *, wait_seconds: float, oom_wait_seconds: float, expect: str | None = None) -> str:
         """Waits for the lock; what was granted. Learns the layout hash."""
         answer = self.client.ask(
             "hello",
-            seconds_max=wait_seconds + oom_wait_seconds + protocol.WAIT_SECONDS_MAX,
+            seconds_max=wait_seconds + oom_wait_seconds + self._wake_seconds_max,
             version=protocol.VERSION,
             pool=self.name,
             lock=str(lock),
@@ -54,7 +72,7 @@ class Attachment:
 
     def connect_again(self) -> None:
         self.client.close()
-        self.client = ServiceClient(self._path)
+        self.client = ServiceClient(self._path, connect_seconds_max=self._connect_seconds_max)
 
     # -- what a writer adds
 
@@ -187,6 +205,8 @@ class Attachment:
         self.slabs.clear()
         self.entries.clear()
         self.client.close()
+        if failure is None:  # else the driver holds memory of it still
+            give_up(self.driver, self._path, self.name)
         return failure
 
     # -- a service that came after the one we knew

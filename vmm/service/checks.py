@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ..blocks import Allocation
 from .errors import LayoutInvalid
 from .protocol import ALLOCATION_BYTES_MAX, KEY_PATTERN, POOL_PATTERN, VALUE_BYTES_MAX, WAIT_SECONDS_MAX
+from .state import Lock
 
 
 class _Piece(Protocol):
@@ -20,12 +20,26 @@ class _Piece(Protocol):
     def value(self) -> Any: ...
 
 
-def require_name(name: object) -> None:
+def require_use(
+    name: object, lock: object, wait_seconds: object, oom_wait_seconds: object, park_seconds_max: object
+) -> None:
+    """What a ServicePool is made with."""
+    _require_name(name)
+    if lock not in set(Lock) - {Lock.PARKED}:
+        raise ValueError(f"lock is {lock!r}; use one of Lock but PARKED, which holds no memory")
+    _require_seconds("wait_seconds", wait_seconds)
+    _require_seconds("oom_wait_seconds", oom_wait_seconds)
+    _require_seconds("park_seconds_max", park_seconds_max)
+    if not park_seconds_max:
+        raise ValueError("park_seconds_max is 0; no park or wake would end in time")
+
+
+def _require_name(name: object) -> None:
     if not (isinstance(name, str) and POOL_PATTERN.fullmatch(name)):
         raise ValueError(f"name is {name!r}; use 1 to 128 letters, digits and . _ : @ / -, a letter or a digit first")
 
 
-def require_seconds(field: str, seconds: object) -> None:
+def _require_seconds(field: str, seconds: object) -> None:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= WAIT_SECONDS_MAX:
         raise ValueError(f"{field} is {seconds!r}; it must be from 0 to {WAIT_SECONDS_MAX:.0f} seconds")
 
@@ -67,11 +81,6 @@ def require_place(key: str, allocation: Allocation, offset: int, nbytes: int) ->
             f"entry {key}: {nbytes} bytes at offset {offset!r} are not within the {allocation.nbytes} bytes of its "
             "allocation"
         )
-
-
-def require_positive_seconds(field: str, seconds: object) -> None:
-    if not (isinstance(seconds, int | float) and math.isfinite(seconds) and seconds > 0):
-        raise ValueError(f"{field} is {seconds!r}; it must be a positive number of seconds")
 
 
 def _is_count(number: object, least: int) -> bool:

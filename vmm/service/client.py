@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -9,14 +10,17 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from ..errors import LullMemoryError
 from . import protocol
-from .errors import MalformedFrame, ServiceUnavailable, from_wire
+from .errors import MalformedFrame, ServiceRefused, ServiceUnavailable, from_wire
 from .protocol import Message
 from .state import Lock
 
 CONNECT_SECONDS_MAX: Final = 30.0
 CALL_SECONDS_MAX: Final = 30.0
 _RETRY_SECONDS: Final = 0.02
+_CONNECT_SECONDS_MIN: Final = 1.0  # for a service that is there and busy
+_log = logging.getLogger(__name__)
 
 
 class ServiceClient:
@@ -63,7 +67,10 @@ class ServiceClient:
                 self._close()
                 raise ServiceUnavailable(f"memory service {self.path}: no answer to {op} in {seconds_max} s") from None
             except (OSError, MalformedFrame) as error:
+                refusal = self._last_words() if isinstance(error, BrokenPipeError | ConnectionResetError) else None
                 self._close()
+                if refusal is not None:
+                    raise refusal from None
                 raise ServiceUnavailable(f"memory service {self.path}: {op}: {error}") from error
             if received is None:
                 self._close()
@@ -90,6 +97,18 @@ class ServiceClient:
     def close(self) -> None:
         with self._lock:
             self._close()
+
+    def _last_words(self) -> LullMemoryError | None:
+        """Why a service that has hung up did so, if it said it before our request reached it."""
+        assert self._socket is not None, "a call is under way"
+        try:
+            received = protocol.receive(self._socket, first_byte_seconds_max=0)
+        except (OSError, MalformedFrame):
+            return None
+        if received is None:
+            return None
+        protocol.close_quietly(received[1])
+        return from_wire(received[0].get("error") or {})
 
     def _alive(self) -> bool:
         if self._socket is None:
@@ -122,9 +141,15 @@ def read_events(path: Path, *, after: int = 0, seconds_max: float = 5.0) -> list
 
 
 def drop_pool(path: Path, name: str) -> None:
-    """Clears a pool that nobody uses: by writing it and committing nothing. LockTimeout says who uses it."""
+    """Clears a pool that nobody uses: by writing it and committing nothing. LockTimeout says who uses it.
+
+    Raises ServiceRefused if there is no such pool.
+    """
     client = ServiceClient(path, connect_seconds_max=0)
     try:
+        names = sorted(pool["name"] for pool in client.ask("state")["pools"])
+        if name not in names:
+            raise ServiceRefused(f"memory service {path}: there is no pool {name!r}; it holds [{', '.join(names)}]")
         client.ask(
             "hello",
             version=protocol.VERSION,
@@ -147,16 +172,26 @@ def _ask_once(path: Path, op: str, seconds_max: float, **fields: Any) -> Message
 
 def _connect(path: Path, seconds_max: float) -> socket.socket:
     deadline = time.monotonic() + seconds_max
+    said = False
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(max(1.0, seconds_max))
+            connection.settimeout(max(_CONNECT_SECONDS_MIN, deadline - time.monotonic()))
             connection.connect(os.fspath(path))
         except OSError as error:
             connection.close()
             starting = isinstance(error, FileNotFoundError | ConnectionRefusedError | BlockingIOError)
+            if starting and os.path.lexists(path) and not path.is_socket():
+                raise ServiceUnavailable(f"memory service {path}: this is no socket; give the service's") from None
             if not starting or time.monotonic() >= deadline:
-                raise ServiceUnavailable(f"memory service {path}: {error.strerror or error}") from error
+                waited = f" after {seconds_max:g} s" if seconds_max else ""
+                raise ServiceUnavailable(
+                    f"memory service {path}: {error.strerror or error}{waited}; is `lull memory-service` running with "
+                    "this --socket?"
+                ) from error
+            if not said:
+                said = True
+                _log.warning("memory service %s does not answer yet; waiting for it up to %g s", path, seconds_max)
         else:
             return connection
         time.sleep(_RETRY_SECONDS)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import logging.handlers
 import os
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -16,11 +18,20 @@ from ..driver import Driver
 from ..errors import LullMemoryError
 from ..host_device import HostDevice
 from ..host_driver import HostDriver
+from .errors import ServiceError
 from .holdings import Holdings, Limits
+from .protocol import WAIT_SECONDS_MAX
 from .server import Server
 
 LOG_BYTES_MAX: Final = 8 << 20  # of each of two files
+UID_MAX: Final = (1 << 32) - 2  # -1 is nobody
+COPY_THREADS_MAX: Final = 64
+_HOLDER_BYTES_MAX: Final = 1000
 _CUDA_UUIDS: Final = ("GPU-", "MIG-")
+
+
+class DeviceServed(ServiceError):
+    """There is a memory service on the device; the text says where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +45,41 @@ class ServiceSettings:
     copy_threads: int = 2
     limits: Limits = field(default_factory=Limits)
 
+    def require_sound(self) -> None:
+        """Raises ValueError with the option's name."""
+        for uid in self.allowed_uids:
+            _require(0 <= uid <= UID_MAX, f"--allow-uid is {uid}; give the number of a user")
+        most = COPY_THREADS_MAX
+        _require(1 <= self.copy_threads <= most, f"--copy-threads is {self.copy_threads}; 1 to {most} are allowed")
+        seconds = self.limits.oom_wait_seconds_max
+        _require(
+            0 <= seconds <= WAIT_SECONDS_MAX,
+            f"--oom-wait-seconds-max is {seconds}; 0 to {WAIT_SECONDS_MAX:.0f} seconds are allowed",
+        )
+
 
 def run_service(settings: ServiceSettings) -> int:
     """The exit code: 0 after SIGTERM or SIGINT, 1 with one line on stderr that says what to change."""
-    try:
-        _log_to(settings.state_dir)
-        driver = _open_driver(settings.device)
-        holdings = Holdings(driver, settings.limits, copy_threads=settings.copy_threads)
-        server = Server(holdings, settings.socket.absolute(), allowed_uids=settings.allowed_uids)
-    except (LullMemoryError, OSError, ValueError, ImportError) as error:
-        print(f"lull memory-service: {error}", file=sys.stderr)  # noqa: T201  the one line for whoever started us
-        return 1
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: server.stop())
-    pid_file = None if settings.state_dir is None else settings.state_dir / "memory-service.pid"
-    if pid_file is not None:
-        pid_file.write_text(f"{os.getpid()}\n")
-    logging.getLogger(__name__).info("serving %s on %s", driver.device_uuid, settings.socket)
-    try:
-        server.run()
-    finally:
+    with ExitStack() as stack:
+        try:
+            settings.require_sound()
+            _log_to(settings.state_dir)
+            driver = _open_driver(settings.device)
+            if not settings.device.startswith(_CUDA_UUIDS):  # a GPU has no folder to lock
+                stack.enter_context(_only_service(settings))
+            holdings = Holdings(driver, settings.limits, copy_threads=settings.copy_threads)
+            server = Server(holdings, settings.socket.absolute(), allowed_uids=settings.allowed_uids)
+        except (LullMemoryError, OSError, ValueError, ImportError) as error:
+            print(f"lull memory-service: {error}", file=sys.stderr)  # noqa: T201  the one line for whoever started us
+            return 1
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda _number, _frame: server.stop())
+        pid_file = None if settings.state_dir is None else settings.state_dir / "memory-service.pid"
         if pid_file is not None:
-            pid_file.unlink(missing_ok=True)
+            pid_file.write_text(f"{os.getpid()}\n")
+            stack.callback(pid_file.unlink, missing_ok=True)
+        logging.getLogger(__name__).info("serving %s on %s", driver.device_uuid, settings.socket)
+        server.run()
     return 0
 
 
@@ -65,6 +89,31 @@ def _open_driver(device: str) -> Driver:
 
         return CudaDriver(device)
     return HostDriver(HostDevice.open(Path(device)))
+
+
+@contextmanager
+def _only_service(settings: ServiceSettings) -> Generator[None]:
+    """Of a host device: two would make two copies of what engines share, and know nothing of each other."""
+    fd = os.open(Path(settings.device) / "memory-service.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(fd, _HOLDER_BYTES_MAX).decode(errors="replace").strip()
+            raise DeviceServed(
+                f"--device {settings.device}: another memory service serves it already ({holder}); attach there, or "
+                "stop it first"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.write(fd, f"process {os.getpid()} on socket {settings.socket.absolute()}\n".encode())
+        yield
+    finally:
+        os.close(fd)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
 def _log_to(state_dir: Path | None) -> None:

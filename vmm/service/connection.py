@@ -46,6 +46,7 @@ class Connection(ABC):
         self._pid = pid
         self._pool: HeldPool | None = None
         self._session: Session | None = None
+        self.silent_since: float | None = time.monotonic()  # without a lock, and nothing is done for it
         self._waker = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._handlers: dict[str, Handler] = {
             "state": self._state,
@@ -74,11 +75,18 @@ class Connection(ABC):
         finally:
             self._end()
 
+    def hang_up(self) -> None:
+        """From another thread: its own finds the end of the stream."""
+        with contextlib.suppress(OSError):  # closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def _serve(self) -> None:
         limits = self.holdings.limits
         while True:
             patience = limits.silent_seconds_max if self._session is None else None
+            self.silent_since = time.monotonic() if self._session is None else None
             received = protocol.receive(self._socket, first_byte_seconds_max=patience)
+            self.silent_since = None
             if received is None:
                 return
             self._socket.settimeout(limits.send_seconds_max)

@@ -28,6 +28,7 @@ class Limits:
     clients_max: int = 64
     pools_max: int = 64
     silent_seconds_max: float = 30.0  # for a client without a lock to say something
+    crowded_silent_seconds_max: float = 1.0  # the same while all places are taken and another client wants one
     send_seconds_max: float = 10.0  # for a client to take an answer
     park_seconds_max: float = 600.0  # to wait for another client's park or wake
     oom_wait_seconds_max: float = 60.0  # for memory of the device to become free

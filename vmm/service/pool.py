@@ -80,14 +80,9 @@ class ServicePool:
         service to answer and for the lock. Raises ServiceUnavailable, LockTimeout, OutOfDeviceMemory; ValueError for
         a setting that is none; ServiceRefused if ``driver`` has this pool already.
         """
-        checks.require_name(name)
         require_tag(tag)
         mode = require_mode(mode)
-        if lock not in set(Lock) - {Lock.PARKED}:
-            raise ValueError(f"lock is {lock!r}; use one of Lock but PARKED, which holds no memory")
-        checks.require_seconds("wait_seconds", wait_seconds)
-        checks.require_seconds("oom_wait_seconds", oom_wait_seconds)
-        checks.require_positive_seconds("park_seconds_max", park_seconds_max)
+        checks.require_use(name, lock, wait_seconds, oom_wait_seconds, park_seconds_max)
         self.driver = driver
         self.name = name
         self.tag = tag
@@ -103,7 +98,8 @@ class ServicePool:
         self._phase = _Phase.QUIET
         self._ours = False  # the prepared transition is about our tag
         self._parked_there = False  # and the service has parked the pool already
-        self._there = Attachment(driver, socket_path, name, tag, mode)
+        waits = {"connect_seconds_max": wait_seconds, "wake_seconds_max": park_seconds_max}
+        self._there = Attachment(driver, Path(socket_path), name, tag, mode, **waits)
         try:
             granted = self._there.hello(lock, wait_seconds=wait_seconds, oom_wait_seconds=oom_wait_seconds)
             self.writer = granted == Lock.READ_WRITE

@@ -23,6 +23,7 @@ from .requests import Client
 PATH_BYTES_MAX: Final = 107  # of a Unix socket
 _BACKLOG: Final = 64
 _END_SECONDS_MAX: Final = 10.0
+_HANG_UP_SECONDS_MAX: Final = 1.0
 _ACCEPT_PAUSE_SECONDS: Final = 0.1
 _CREDENTIALS: Final = struct.Struct("3i")
 _log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Server:
         self._path = path
         self._allowed_uids = {os.geteuid(), *allowed_uids}
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._threads: dict[threading.Thread, socket.socket] = {}
+        self._threads: dict[threading.Thread, Client] = {}
         self._guard = threading.Lock()  # of the threads
         self._lock_fd = _lock(path)
         try:
@@ -76,12 +77,13 @@ class Server:
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
         with self._guard:
-            self._threads = {thread: used for thread, used in self._threads.items() if thread.is_alive()}
+            self._threads = {thread: client for thread, client in self._threads.items() if thread.is_alive()}
             count = len(self._threads)
+        most = self._holdings.limits.clients_max
         if uid not in self._allowed_uids:
             _refuse(connection, f"user {uid} may not use this memory service; its own user is {os.geteuid()}")
-        elif count >= self._holdings.limits.clients_max:
-            _refuse(connection, f"the memory service has {count} clients already; try again later")
+        elif count >= most and not self._make_room(count - most + 1):
+            _refuse(connection, f"the memory service has {count} clients, and {most} at most; end one of them first")
         else:
             self._start(connection, pid)
 
@@ -89,8 +91,28 @@ class Server:
         served = Client(self._holdings, connection, pid)
         thread = threading.Thread(target=served.run, name=f"lull-memory-client-{pid}", daemon=True)
         with self._guard:
-            self._threads[thread] = connection
+            self._threads[thread] = served
         thread.start()
+
+    def _make_room(self, places: int) -> bool:
+        """Hangs up on clients that hold no lock and say nothing; whether there is room for one more then."""
+        limits = self._holdings.limits
+        silent_until = time.monotonic() - limits.crowded_silent_seconds_max
+        with self._guard:
+            found = [
+                (since, thread, client)
+                for thread, client in self._threads.items()
+                if (since := client.silent_since) is not None and since <= silent_until
+            ]
+        chosen = sorted(found, key=lambda one: one[0])[:places]
+        if len(chosen) < places:
+            return False
+        for _, _, client in chosen:
+            client.hang_up()
+        deadline = time.monotonic() + _HANG_UP_SECONDS_MAX
+        for _, thread, _ in chosen:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for _, thread, _ in chosen)
 
     def _end(self) -> None:
         self._holdings.stopping = True
@@ -98,9 +120,8 @@ class Server:
         self._listener.close()
         with self._guard:
             threads = dict(self._threads)
-        for connection in threads.values():
-            with contextlib.suppress(OSError):  # closed already
-                connection.shutdown(socket.SHUT_RDWR)
+        for client in threads.values():
+            client.hang_up()
         deadline = time.monotonic() + _END_SECONDS_MAX
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -121,9 +142,15 @@ def _lock(path: Path) -> int:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.parent.stat()
         if status.st_uid != os.geteuid():
-            raise SocketTaken(f"socket {path}: its folder belongs to user {status.st_uid}; use one of your own")
+            raise SocketTaken(
+                f"socket {path}: the folder {path.parent} belongs to user {status.st_uid}; use a folder of its own, "
+                "which is made if it is not there"
+            )
         if status.st_mode & 0o077:
-            raise SocketTaken(f"socket {path}: its folder is open to others; chmod 700 {path.parent}")
+            raise SocketTaken(
+                f"socket {path}: the folder {path.parent} is open to others; use a folder of its own, which is made "
+                "private if it is not there"
+            )
         fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise SocketTaken(f"socket {path}: {error.strerror}") from error
@@ -142,6 +169,8 @@ def _bind(path: Path) -> socket.socket:
             if _answers(path):
                 raise SocketTaken(f"socket {path}: another process listens there; stop it or use another socket")
             path.unlink()  # of a service that was killed: we hold its lock
+        elif os.path.lexists(path):
+            raise SocketTaken(f"socket {path}: there is a file that is no socket; remove it or use another path")
         before = os.umask(0o177)
         try:
             listener.bind(str(path))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -16,6 +17,7 @@ from lull.cli.memory_service import memory_service as command
 from lull.vmm.host_device import HostDevice
 from lull.vmm.host_driver import HostDriver
 from lull.vmm.service.command import ServiceSettings, run_service
+from lull.vmm.service.holdings import Limits
 from lull.vmm.service.pool import Piece, ServicePool
 from tests.memory_services import MIB, host_service
 from tests.waiting import wait_until
@@ -53,9 +55,9 @@ def place_that_is_taken(path: Path) -> Path:
     ("place", "match"),
     [
         (lambda path: path / ("x" * 120) / "m.sock", "longer than the 107 bytes of a Unix socket's path; use another"),
-        (open_folder, "its folder is open to others; chmod 700"),
+        (open_folder, "is open to others; use a folder of its own, which is made private"),
         (folder_that_is_a_file, "Not a directory|File exists"),
-        (place_that_is_taken, "Address already in use"),
+        (place_that_is_taken, "there is a file that is no socket; remove it or use another path"),
     ],
 )
 def test_what_is_wrong_with_the_socket_is_said(
@@ -80,8 +82,11 @@ def test_a_socket_in_use_is_left_alone_and_a_stale_one_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with host_service(tmp_path, capacity_bytes=16 * MIB) as (service, device):
-        said = refused(tmp_path, capsys, service.socket)
+        said = refused(tmp_path / "other", capsys, service.socket)
         assert "another memory service runs there; stop it or use another socket" in said
+        said = refused(tmp_path, capsys, tmp_path / "second" / "m.sock")
+        assert f"serves it already (process {service.pid} on socket {service.socket}); attach there" in said
+        assert not (tmp_path / "second").exists()
         assert service.state()["pid"] == service.pid
         service.kill()
         assert service.socket.is_socket()
@@ -127,9 +132,29 @@ def test_what_it_holds_is_shown_and_what_nobody_uses_is_dropped(
         code, said = shown("--drop", "old/weights")
         assert (code, "used by processes" in str(said)) == (1, True)
         pool.close()
+        code, said = shown("--drop", "nope")
+        assert (code, "there is no pool 'nope'; it holds [old/weights]" in str(said)) == (1, True)
         wait_until(lambda: service.pool("old/weights")["state"] == "committed", 10, "nobody reads")
         assert shown("--drop", "old/weights") in (([], ""), ([("old/weights", "writing", 0)], ""))
         wait_until(lambda: device.free_bytes() == device.capacity_bytes, 10, "the memory given back")
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"allowed_uids": (-1,)}, "--allow-uid is -1"),
+        ({"allowed_uids": (1 << 32,)}, "--allow-uid is"),
+        ({"copy_threads": 10**6}, "--copy-threads is 1000000; 1 to 64"),
+        ({"limits": Limits(oom_wait_seconds_max=float("nan"))}, "--oom-wait-seconds-max is nan"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any], match: str
+) -> None:
+    assert run_service(ServiceSettings(device="/nowhere", socket=tmp_path / "s" / "m.sock", **given)) == 1
+    assert match in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        as_command()(["--device", "d", "--socket", "s", "--allow-uid", "-1"])
 
 
 def as_command() -> Callable[[Sequence[str]], None]:
