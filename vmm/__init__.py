@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .lifecycle import MemoryState
     from .pool import Pool
     from .pool_like import PoolLike
-    from .ranks import RankedRuntime, RankFollower, RankSettings
+    from .ranks import RankedRuntime, RankFollower, RankLinkError, RankSettings
     from .runtime import MemoryStatus, Runtime
     from .service.pool import ServicePool
     from .signing import ControlAuthError, RequestVerifier, new_headers, sign
@@ -88,6 +88,7 @@ _MODULE_OF: Final = {
     "PoolLike": "pool_like",
     "ProcessKey": "host_device",
     "RankFollower": "ranks",
+    "RankLinkError": "ranks",
     "RankRefused": "errors",
     "RankSettings": "ranks",
     "RankedRuntime": "ranks",
@@ -146,6 +147,7 @@ __all__ = [
     "PoolLike",
     "ProcessKey",
     "RankFollower",
+    "RankLinkError",
     "RankRefused",
     "RankSettings",
     "RankedRuntime",

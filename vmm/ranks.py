@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from .errors import AlreadyParked, RankRefused, RanksFailed, RuntimeFailed, TransitionInProgress, TransitionRefused
-from .ranks_leader import LeaderThread, RankSettings, RankUndone
+from .lifecycle import MemoryState
+from .ranks_leader import CLOSED, LeaderThread, RankSettings, RankUndone
 from .ranks_protocol import Message, Trouble, Verb
 from .ranks_wire import Hello, Link, RankLinkError, StatusAnswer, StatusQuery, Welcome, connect, listen
 from .ranks_worker import RankWorker
@@ -25,7 +26,7 @@ from .runtime import MemoryStatus, Runtime
 from .shielded import in_thread
 from .tags import InvalidTag
 
-__all__ = ["RankFollower", "RankSettings", "RankedRuntime"]
+__all__ = ["RankFollower", "RankLinkError", "RankSettings", "RankedRuntime"]
 
 _HELLO_SECONDS_MAX: Final = 5.0
 _THREAD_SECONDS_MAX: Final = _HELLO_SECONDS_MAX + 1  # nothing that a connection's thread waits for takes longer
@@ -39,8 +40,10 @@ class RankedRuntime:
     def __init__(self, runtime: Runtime, path: Path, ranks: int, settings: RankSettings | None = None) -> None:
         """Listens at ``path`` (mode 0600) for ``ranks - 1`` followers. Until all are there, park and wake are refused;
         if they do not come within ``join_seconds_max``, the engine is failed."""
+        _require(runtime, ranks=ranks)
         if ranks < 1:
             raise ValueError(f"ranks is {ranks}; the leader itself is one")
+        path = Path(path)
         self.runtime = runtime
         self._path = path
         self._ranks = ranks
@@ -63,7 +66,7 @@ class RankedRuntime:
     @property
     def failure(self) -> str | None:
         """Why the engine is failed. Names the ranks that are the reason."""
-        return self._leader.failure or self.runtime.failure
+        return self._leader.failure or self.runtime.failure or (CLOSED if self._closed else None)
 
     def wait_joined(self, seconds_max: float) -> bool:
         """True when every rank is there."""
@@ -87,9 +90,12 @@ class RankedRuntime:
     def status(self) -> MemoryStatus:
         """What every rank says; if they do not agree, or one does not answer in time, the engine is failed by that.
 
-        While a park or wake is under way it is rank 0's own, since the others may be a step ahead or behind.
+        While a park or wake is under way it is rank 0's own, since the others may be a step ahead or behind. After
+        `close` it is failed.
         """
         with self._condition:
+            if self._closed:
+                return MemoryStatus(MemoryState.FAILED, self.runtime.status().parked_tags)
             if self.failure is not None or self._busy == "operation" or self._missing():
                 return self.runtime.status()
             if not self._condition.wait_for(lambda: self._busy is None, self._settings.status_seconds_max):
@@ -117,7 +123,7 @@ class RankedRuntime:
         return MemoryStatus(now.state, tuple(sorted(parked))) if now.state == own.state else now
 
     def close(self) -> None:
-        """Ends leading: the other ranks lose their leader by it."""
+        """Ends leading: the other ranks lose their leader by it, and this is failed. The Runtime goes on alone."""
         with self._condition:
             if self._closed:
                 return
@@ -288,6 +294,8 @@ class RankFollower:
     ) -> None:
         """Returns when the leader has taken it in. Raises RankLinkError if that is not within ``join_seconds_max``, or
         if the leader refuses."""
+        _require(runtime, rank=rank, ranks=ranks)
+        path = Path(path)
         self.runtime = runtime
         join_seconds_max = (settings or RankSettings()).join_seconds_max
         pause = threading.Event()
@@ -338,6 +346,14 @@ class RankFollower:
         finally:
             self._link.hang_up()
             self._worker.lose_leader()
+
+
+def _require(runtime: object, **numbers: object) -> None:
+    if not isinstance(runtime, Runtime):
+        raise TypeError(f"runtime is {runtime!r}; it must be a Runtime")
+    for name, value in numbers.items():
+        if type(value) is not int:
+            raise TypeError(f"{name} is {value!r}; it must be a whole number")
 
 
 def status_answer(runtime: Runtime, number: int) -> StatusAnswer:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from .errors import LullMemoryError, RanksFailed
@@ -25,12 +25,16 @@ from .ranks_protocol import (
     Verb,
 )
 
+CLOSED: Final = "the ranks were closed"
+SECONDS_MAX: Final = 30 * 24 * 3600
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """How long the leader waits. A deadline that passes before the commit undoes the operation, one after it fails."""
+    """How long the leader waits. A deadline that passes before the commit undoes the operation, one after it fails.
+
+    ValueError for what is no number of seconds above 0."""
 
     join_seconds_max: float = 300.0  # for all ranks to connect
     prepare_seconds_max: float = (
@@ -39,6 +43,16 @@ class RankSettings:
     commit_seconds_max: float = 60.0
     abort_seconds_max: float = 60.0  # beyond what is left of the prepare: a drain cannot be cut short
     status_seconds_max: float = 10.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value: object = getattr(self, field.name)
+            if not _is_seconds(value):
+                raise ValueError(f"{field.name} is {value!r}; it must be above 0 and at most {SECONDS_MAX} seconds")
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= SECONDS_MAX  # nan is not
 
 
 class RankUndone(LullMemoryError):
@@ -130,7 +144,7 @@ class LeaderThread:
             wait(_LOOK_SECONDS)
 
     def _closed(self) -> bool:
-        raise RanksFailed("the ranks were closed")
+        raise RanksFailed(CLOSED)
 
     def _lead(self) -> None:
         while True:
@@ -142,7 +156,7 @@ class LeaderThread:
                 continue
             match event:
                 case None:
-                    self._end(RanksFailed("the ranks were closed"))
+                    self._end(RanksFailed(CLOSED))
                     return
                 case _Start():
                     self._start(event)

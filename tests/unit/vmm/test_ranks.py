@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import socket
 import stat
@@ -22,6 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lull.vmm
 from lull.vmm.control import control_app
 from lull.vmm.errors import (
     OutOfHostMemory,
@@ -257,6 +260,42 @@ def test_one_rank_is_an_engine_too(folder: Path) -> None:
     leader.close()
     with pytest.raises(RanksFailed):
         leader.release()
+
+
+def test_once_closed_it_is_failed_and_says_so_at_once(engine: Engine) -> None:
+    engine.leader.close()
+    with pytest.raises(RanksFailed, match="the ranks were closed"):
+        engine.leader.release()
+    began = time.monotonic()
+    assert engine.leader.status() == MemoryStatus(MemoryState.FAILED, ())
+    assert time.monotonic() - began < 10  # status_seconds_max is 20
+    assert engine.leader.failure == "the ranks were closed"
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(RankSettings)])
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, "1", None, True])
+def test_a_deadline_is_a_number_of_seconds(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value!r}"):
+        RankSettings(**{field: value})
+
+
+def test_what_is_no_runtime_or_no_number_is_named(folder: Path) -> None:
+    runtime: Any = Runtime(Pool(small_driver(folder / "device")))
+    bad: Any
+    for bad in (1.5, "2", True, None):
+        with pytest.raises(TypeError, match="ranks is"):
+            RankedRuntime(runtime, folder / "ranks", bad)
+        with pytest.raises(TypeError, match="rank is"):
+            RankFollower(runtime, folder / "ranks", bad, 2)
+    none: Any = None
+    with pytest.raises(TypeError, match="runtime is None"):
+        RankedRuntime(none, folder / "ranks", 1)
+    with pytest.raises(TypeError, match="runtime is None"):
+        RankFollower(none, folder / "ranks", 1, 2)
+
+
+def test_its_errors_are_exported() -> None:
+    assert lull.vmm.RankLinkError is RankLinkError
 
 
 @pytest.mark.parametrize(
