@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -29,7 +32,10 @@ def serve(
     ] = None,
     immutable: Annotated[bool, typer.Option("--immutable", help="Keep the weights' backup from park to park.")] = False,
     control_key_file: Annotated[
-        Path | None, typer.Option(help="Key of the control routes. [default: $LULL_ENGINE_CONTROL_KEY]")
+        Path | None,
+        typer.Option(
+            help="File with the key of the control routes. [default: the key itself is $LULL_ENGINE_CONTROL_KEY]"
+        ),
     ] = None,
     witness: Annotated[Path | None, typer.Option(help="File to note every generation request in.")] = None,
     memory_service: Annotated[
@@ -72,6 +78,10 @@ def serve(
 
 
 def _serve(settings: EngineSettings) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave_starting)
+    if settings.memory_service is not None:
+        _say_if_missing(settings.memory_service)
     gc.disable()  # what torch makes at its import stays: looking through it is a sixth of the import's time
     try:
         from ..vmm.reference_engine.server import serve_engine
@@ -80,6 +90,22 @@ def _serve(settings: EngineSettings) -> None:
     gc.freeze()
     gc.enable()
     serve_engine(settings)
+
+
+def _leave_starting(_number: int, _frame: FrameType | None) -> None:
+    """Nothing is held yet, and an exception out of the middle of torch's import would be shown with its traceback."""
+    os._exit(0)
+
+
+def _say_if_missing(memory_service: Path) -> None:
+    """Before torch, whose import takes seconds. The engine waits for the service once it needs it."""
+    from ..vmm.service.client import ServiceClient
+    from ..vmm.service.errors import ServiceUnavailable
+
+    try:
+        ServiceClient(memory_service, connect_seconds_max=0).close()
+    except ServiceUnavailable as error:
+        print(f"lull engine serve: waiting for it: {error}", file=sys.stderr)
 
 
 def _leave(message: str, code: int) -> NoReturn:

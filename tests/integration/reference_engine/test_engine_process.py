@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -207,6 +208,23 @@ def test_a_port_in_use_is_noticed_before_memory_is_taken(
             serve("x", port=port, device=device.path, weights="1TiB")
     assert left.value.exit_code == 1
     assert f"--port {port}: Address already in use" in capsys.readouterr().err
+
+
+def test_a_missing_memory_service_is_said_at_once_and_waiting_for_it_ends_cleanly(tmp_path: Path) -> None:
+    device = HostDevice.create(tmp_path / "device", capacity_bytes=MIB)
+    given = ("--name", "x", "--device", str(device.path), "--memory-service", str(tmp_path / "nowhere"))
+    with subprocess.Popen(
+        [sys.executable, "-m", "lull.cli.engine_serve", *given],
+        env={**os.environ, KEY_ENVIRONMENT_NAME: "k"},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        process.terminate()
+        _, more = process.communicate(timeout=30)
+    assert f"waiting for it: memory service {tmp_path / 'nowhere'}: No such file" in said
+    assert (process.returncode, more) == (0, "")
 
 
 def test_a_dead_engine_holds_nothing(engine: EngineProcess) -> None:
