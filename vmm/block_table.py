@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Final
 
 from .blocks import Allocation, Block
-from .errors import ContentsLost, LayoutChanged, RuntimeFailed, TransitionInProgress
+from .errors import ContentsLost, LayoutChanged, PoolClosed, RuntimeFailed, TransitionInProgress
 from .statistics import TagRecord, TagStatistics, TransitionCost, summarize
 
 _CHANGING_SECONDS_MAX: Final = 60.0
@@ -60,6 +60,7 @@ class BlockTable:
         self._changing = 0
         self._transition: Transition | None = None
         self.broken: ContentsLost | None = None  # set once
+        self.closed = False  # set once
 
     # -- allocations
 
@@ -69,6 +70,8 @@ class BlockTable:
         with self._condition:
             if self._transition is not None:
                 raise TransitionInProgress(f"a {self._transition.phase.value} is under way in this pool; wait for it")
+            if tag is not None:
+                self._require_open()
             if tag in self._parked_tags:
                 raise LayoutChanged(f"tag {tag} is parked and its layout must not change; resume it first")
             self._changing += 1
@@ -136,11 +139,23 @@ class BlockTable:
                 for tag in tags
             }
 
+    def close(self) -> None:
+        """Nothing comes any more, and nothing parks or wakes; what is there may still be freed."""
+        with self._condition:
+            if self._transition is not None:
+                raise TransitionInProgress(f"a {self._transition.phase.value} is under way in this pool; wait for it")
+            self.closed = True
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise PoolClosed("this pool is closed and its memory is gone; make another")
+
     # -- transitions
 
     def begin(self, phase: Phase, tags: Iterable[str], *, parked: bool) -> Transition:
         with self._condition:
             wanted = tuple(tag for tag in dict.fromkeys(tags) if (tag in self._parked_tags) is parked)
+            self._require_open()
             if self.broken is not None:
                 raise RuntimeFailed(f"this pool can neither park nor wake any more: {self.broken}")
             if self._transition is not None:

@@ -19,6 +19,7 @@ LullMemoryError
 └── TransitionRefused     the request does not fit the present state; nothing changed
     ├── AlreadyParked         more tags than are parked were asked for
     ├── TransitionInProgress  a park or wake is under way
+    ├── PoolClosed            the pool has been closed and its memory is gone: make another
     └── RuntimeFailed         memory is failed for good: replace the process
         └── RanksFailed       the ranks of an engine are not where each other are: replace the engine
 """
@@ -150,6 +151,10 @@ class AlreadyParked(TransitionRefused):
 
 
 class TransitionInProgress(TransitionRefused):
+    pass
+
+
+class PoolClosed(TransitionRefused):
     pass
 
 

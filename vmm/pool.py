@@ -21,9 +21,10 @@ from .block_table import BlockTable, Phase, Transition
 from .blocks import Allocation, Block
 from .copier import Copier
 from .driver import Driver, Handle
-from .errors import ContentsLost, HostMemoryNotPinned, OutOfDeviceMemory
+from .errors import ContentsLost, HostMemoryNotPinned, OutOfDeviceMemory, TransitionRefused
 from .modes import ModeTable
 from .pool_like import PoolGuest
+from .pool_owners import steps_in_flight
 from .seals import digest_of_backup, require_unchanged
 from .statistics import TagStatistics
 from .tags import RestoreMode, require_mode, require_tags
@@ -73,7 +74,9 @@ class Pool:
 
     @property
     def failed(self) -> str | None:
-        """Why nothing can be parked or woken any more: the device is lost, or a transition was not undone."""
+        """Why nothing can be parked or woken any more: it is closed, the device is lost, or a transition not undone."""
+        if self._table.closed:
+            return "the pool is closed"
         broken = self._table.broken
         return self.driver.failed or (None if broken is None else str(broken))
 
@@ -141,7 +144,12 @@ class Pool:
         return scope
 
     def close(self) -> None:
-        """Frees everything."""
+        """Frees everything, for good; TransitionRefused while steps of its runtime work on the memory.
+
+        If it raises otherwise, it can be asked again."""
+        if steps := steps_in_flight(self):
+            raise TransitionRefused(f"{steps} step(s) of the runtime work on this pool; end them before it is closed")
+        self._table.close()
         for allocation in self.allocations():
             self.free(allocation)
         self._copier.close()
@@ -197,7 +205,7 @@ class Pool:
 
     def warm_backups(self, tags: Iterable[str] | None = None) -> None:
         """Makes the backups of PINNED allocations now, of all tags unless given, so that the first park need not."""
-        wanted = None if tags is None else frozenset(tags)
+        wanted = None if tags is None else frozenset(require_tags(tags))
         with self.changing_layout(None):
             pinned = [b for b in self._table.blocks() if b.allocation.mode == RestoreMode.PINNED and not b.leaving]
             missing = [b for b in pinned if b.backup is None and (wanted is None or b.allocation.tag in wanted)]
@@ -209,16 +217,20 @@ class Pool:
 
         The next park of these tags makes and fills them again, of immutable tags as well.
         """
-        wanted = None if tags is None else frozenset(tags)
+        wanted = None if tags is None else frozenset(require_tags(tags))
         with self.changing_layout(None):
             for block in self._table.blocks():
                 if block.contents_here and (wanted is None or block.allocation.tag in wanted):
                     block.free_backup()
 
     def unseal(self, tags: Iterable[str]) -> None:
-        """Makes immutable tags writable, for new weights; the next park copies them again."""
-        wanted = frozenset(tags)
+        """Makes immutable tags writable, for new weights; the next park copies them again.
+
+        TransitionRefused while one of them is parked: its backup is all there is of it, and its wake would seal it."""
+        wanted = frozenset(require_tags(tags))
         with self.changing_layout(None):
+            if parked := sorted(wanted & self.parked_tags()):
+                raise TransitionRefused(f"tag {', '.join(parked)} is parked; resume it before it is unsealed")
             for block in self._table.blocks():
                 if block.sealed and block.allocation.tag in wanted:
                     block.attach(self.driver)
@@ -244,6 +256,7 @@ class Pool:
     # -- park
 
     def release(self, tags: Iterable[str]) -> None:
+        """Parks the tags that are not parked. One without memory is parked too: it gets none until it is woken."""
         self.prepare_release(tags)
         self.commit_release()
 
@@ -376,7 +389,7 @@ class Pool:
         if self.guest is not None:
             self.guest.before_transition()
         try:
-            return self._table.begin(phase, tags, parked=parked)
+            return self._table.begin(phase, require_tags(tags), parked=parked)
         except BaseException:
             if self.guest is not None:
                 self.guest.after_transition()

@@ -28,8 +28,9 @@ from .errors import (
 from .lifecycle import MemoryEvent, MemoryState, advance
 from .pool_group import PoolGroup
 from .pool_like import PoolLike
+from .pool_owners import claim
 from .shielded import in_thread
-from .tags import TRTLLM_TAGS, normalize_tags
+from .tags import TRTLLM_TAGS, normalize_tags, require_tags
 
 Hook = Callable[[tuple[str, ...]], None]
 
@@ -57,6 +58,20 @@ class _Hooked:
             self.hook(wanted)
 
 
+def _hooked(hook: Hook, tags: Collection[str] | None) -> _Hooked:
+    if not callable(hook):
+        raise TypeError(f"hook is {hook!r}; it must be a function that takes the tags")
+    return _Hooked(hook, None if tags is None else frozenset(require_tags(tags)))
+
+
+def _require_seconds(value: object) -> float:
+    if value is None:
+        return DRAIN_SECONDS_DEFAULT
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:  # nan is not
+        return value
+    raise ValueError(f"drain_seconds_max is {value!r}; it must be a number of seconds that is not negative")
+
+
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """What commit or abort will be about."""
@@ -69,12 +84,16 @@ class Runtime:
     """Thread-safe. Park and wake block until they are done, or are awaited; every other call returns at once."""
 
     def __init__(self, pools: PoolLike | Sequence[PoolLike], *, drain_seconds_max: float | None = None) -> None:
-        """``drain_seconds_max`` bounds the wait for steps in flight; 300 s unless given."""
+        """``drain_seconds_max`` bounds the wait for steps in flight; 300 s unless given.
+
+        ValueError where a pool has a runtime already, or is named twice."""
         self.pools: tuple[PoolLike, ...] = tuple(pools) if isinstance(pools, Sequence) else (pools,)
         if not self.pools:
             raise ValueError("pools is empty; a runtime needs at least one pool")
+        if any(not hasattr(pool, "prepare_release") for pool in self.pools):
+            raise TypeError(f"pools is {pools!r}; it must be a pool or a list of pools")
         self._group = PoolGroup(self.pools)
-        self._drain_seconds_max = DRAIN_SECONDS_DEFAULT if drain_seconds_max is None else drain_seconds_max
+        self._drain_seconds_max = _require_seconds(drain_seconds_max)
         self._condition = threading.Condition()  # guards the five below; never held over a copy or a hook
         self._state = MemoryState.RUNNING
         self._parked_tags: frozenset[str] = frozenset()
@@ -83,6 +102,7 @@ class Runtime:
         self._failure: str | None = None
         self._release_hooks: list[_Hooked] = []
         self._resume_hooks: list[_Hooked] = []
+        claim(self.pools, self)
 
     def on_release(self, hook: Hook, *, tags: Collection[str] | None = None) -> Hook:
         """Called with the tags after the drain, before anything changes: drop what is pending against them.
@@ -90,12 +110,12 @@ class Runtime:
         With ``tags``, only when some of these are released, and with those. The park may still be undone after it, so
         the engine must be able to go on. If it raises, nothing is released.
         """
-        self._release_hooks.append(_Hooked(hook, None if tags is None else frozenset(tags)))
+        self._release_hooks.append(_hooked(hook, tags))
         return hook
 
     def on_resume(self, hook: Hook, *, tags: Collection[str] | None = None) -> Hook:
         """Called with the tags when their memory is back, before admission opens. If it raises, they stay parked."""
-        self._resume_hooks.append(_Hooked(hook, None if tags is None else frozenset(tags)))
+        self._resume_hooks.append(_hooked(hook, tags))
         return hook
 
     @contextmanager
@@ -241,7 +261,7 @@ class Runtime:
         """
         with self._condition:
             if self._state is not MemoryState.FAILED:
-                self._failure = reason
+                self._failure = reason or "no reason was given"
             self._state = advance(self._state, MemoryEvent.FAIL)
             self._condition.notify_all()
 

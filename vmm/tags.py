@@ -73,6 +73,8 @@ def normalize_tags(tags: Iterable[str] | None, known: Iterable[str]) -> tuple[st
     allowed = tuple(dict.fromkeys(known))
     if tags is None:
         return tuple(tag for tag in allowed if tag not in INIT_ONLY_TAGS)
+    if isinstance(tags, str):
+        raise InvalidTag(f"tags is {tags!r}; it must be a list of tags")
     chosen = tuple(dict.fromkeys(tags))
     if not chosen:
         raise InvalidTag("Runtime memory tags must not be empty.")

@@ -13,6 +13,7 @@ from lull.vmm.errors import (
     DriverError,
     LayoutChanged,
     TransitionInProgress,
+    TransitionRefused,
     UnsupportedMode,
 )
 from lull.vmm.host_driver import VERBS, HostDriver
@@ -139,6 +140,22 @@ def test_an_immutable_tag_is_copied_once_and_read_only_after_it(driver: HostDriv
     pool.release(["model"])
     pool.resume(["model"])
     assert read(allocation) == b"new weights" + CONTENT[11:]
+    pool.close()
+
+
+def test_a_parked_tag_is_not_unsealed(driver: HostDriver) -> None:
+    pool = Pool(driver, immutable_tags={"model"})
+    model = pool.allocate(1, "model")
+    pool.release(["model"])
+    with pytest.raises(TransitionRefused, match="tag model is parked; resume it"):
+        pool.unseal(["model"])
+    pool.resume(["model"])
+    assert pool.is_sealed(model)
+    text: Any = "model"
+    with pytest.raises(InvalidTag, match="tags is 'model'"):
+        pool.unseal(text)
+    pool.unseal(["model"])
+    write(model, b"2")
     pool.close()
 
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +16,10 @@ from lull.vmm.errors import (
     DriverError,
     OutOfDeviceMemory,
     OutOfHostMemory,
+    PoolClosed,
     RuntimeFailed,
     TransitionInProgress,
+    TransitionRefused,
 )
 from lull.vmm.host_driver import HostDriver
 from lull.vmm.lifecycle import MemoryState
@@ -238,6 +243,89 @@ def test_of_two_releases_at_once_one_parks(runtime: Runtime) -> None:
     go_on.set()
     first.join(10)
     assert outcome == [None]
+
+
+def test_a_pool_belongs_to_one_runtime(runtime: Runtime, pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pool 0 belongs to another runtime"):
+        Runtime(pool)
+    other = Pool(small_driver(tmp_path / "other"))
+    with pytest.raises(ValueError, match="pools names pool 1 twice"):
+        Runtime([other, other])
+    with pytest.raises(ValueError, match="pool 1 belongs to another runtime"):
+        Runtime([other, pool])
+    with Runtime(other).step():  # what was refused took nothing
+        assert runtime.status() == RUNNING
+    other.close()
+
+
+def test_a_pool_is_free_once_its_runtime_is_no_more(pool: Pool) -> None:
+    first = Runtime(pool)
+    reference = weakref.ref(first)
+    del first
+    gc.collect()
+    assert reference() is None
+    assert Runtime(pool).status() == RUNNING
+
+
+def test_a_pool_is_not_closed_under_the_work_on_it(runtime: Runtime, pool: Pool) -> None:
+    with runtime.step():
+        with pytest.raises(TransitionRefused, match=r"1 step\(s\) of the runtime work on this pool"):
+            pool.close()
+        assert read(pool.allocations("model")[0])[:7] == b"weights"
+    pool.close()
+
+
+def test_a_closed_pool_is_of_no_use_and_its_runtime_is_failed(runtime: Runtime, pool: Pool) -> None:
+    runtime.release(["model"])
+    pool.close()
+    assert runtime.status().state is MemoryState.FAILED
+    assert runtime.failure == "the pool is closed"
+    with pytest.raises(RuntimeFailed, match="the pool is closed"):
+        runtime.resume()
+    with pytest.raises(AdmissionClosed), runtime.step():
+        pass
+    for call in (lambda: pool.allocate(1, "model"), lambda: pool.release(["kv_cache"]), lambda: pool.resume(["model"])):
+        with pytest.raises(PoolClosed, match="this pool is closed"):
+            call()
+    pool.close()  # again is no change
+
+
+def test_a_pool_in_transition_is_not_closed(pool: Pool) -> None:
+    kept = pool.allocate(GRANULE_BYTES, "model")
+    pool.prepare_release(["model"])
+    with pytest.raises(TransitionInProgress):
+        pool.close()
+    pool.abort_release()
+    assert pool.failed is None
+    assert pool.allocations() == (kept,)
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), "x", True])
+def test_a_drain_has_a_bound(pool: Pool, seconds: Any) -> None:
+    with pytest.raises(ValueError, match="drain_seconds_max is"):
+        Runtime(pool, drain_seconds_max=seconds)
+
+
+def test_bad_arguments_are_named(runtime: Runtime) -> None:
+    nothing: Any = None
+    text: Any = "xy"
+    with pytest.raises(TypeError, match="pools is None"):
+        Runtime(nothing)
+    for hook in (runtime.on_release, runtime.on_resume):
+        with pytest.raises(TypeError, match="hook is None"):
+            hook(nothing)
+        with pytest.raises(InvalidTag, match="tags is 'xy'; it must be a list"):
+            hook(print, tags=text)
+    with pytest.raises(InvalidTag, match="tags is 'xy'; it must be a list"):
+        runtime.release(text)
+    spelled_badly: tuple[Any, ...] = (text, [None], ["A b"])
+    for tags in spelled_badly:
+        with pytest.raises(InvalidTag, match="tags is"):
+            pool_of(runtime).release(tags)
+    assert pool_of(runtime).parked_tags() == frozenset()
+    assert runtime.status() == RUNNING
+    runtime.fail("")
+    assert runtime.failure == "no reason was given"
 
 
 def test_a_runtime_needs_a_pool() -> None:

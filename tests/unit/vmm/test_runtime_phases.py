@@ -135,17 +135,20 @@ def test_hooks_of_a_tag_are_called_for_it_alone(runtime: Runtime) -> None:
 
 
 def test_the_event_loop_goes_on_while_it_waits(runtime: Runtime) -> None:
-    async def park() -> None:
-        turns = 0
+    turned = threading.Event()
 
-        async def count() -> None:
-            nonlocal turns
+    def await_a_turn(_: tuple[str, ...]) -> None:
+        assert turned.wait(10)
+
+    runtime.on_release(await_a_turn)
+
+    async def park() -> None:
+        async def turn() -> None:
             while runtime.status().state is not MemoryState.PARKED:
-                turns += 1
+                turned.set()
                 await asyncio.sleep(0)
 
-        await asyncio.gather(runtime.release_async(["model"]), count())
-        assert turns
+        await asyncio.gather(runtime.release_async(["model"]), turn())
         await runtime.resume_async()
 
     asyncio.run(park())
