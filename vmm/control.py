@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, cast
 from .errors import TransitionRefused
 from .runtime import MemoryStatus
 from .shielded import in_thread
-from .signing import ControlAuthError, RequestVerifier
+from .signing import ControlAuthError, RequestVerifier, keys_of
 from .tags import InvalidTag
 
 Scope = MutableMapping[str, Any]
@@ -32,6 +32,7 @@ STATUS_PATH: Final = "/memory_status"
 CONTROL_PATHS: Final = frozenset({RELEASE_PATH, RESUME_PATH, STATUS_PATH})
 
 _METHODS: Final = {RELEASE_PATH: "POST", RESUME_PATH: "POST", STATUS_PATH: "GET"}
+_LENGTH_DIGITS_MAX: Final = 18
 _log = logging.getLogger(__name__)
 
 
@@ -64,8 +65,15 @@ def control_app(
     now: Callable[[], float] = time.time,
     body_bytes_max: int = 65536,
 ) -> AsgiApp:
-    """Mount it, or give it the requests whose path is one of CONTROL_PATHS. Keep it off the public port."""
-    verifier = RequestVerifier(key)
+    """Mount it, or give it the requests whose path is one of CONTROL_PATHS. Keep it off the public port.
+
+    TypeError for a key that is not bytes, ValueError for an empty one: nobody could sign with it."""
+    if not all(hasattr(runtime, verb) for verb in ("status", "release_async", "resume_async")):
+        raise TypeError(f"runtime is {runtime!r}; it must be a Runtime or a RankedRuntime")
+    keys = keys_of(key)
+    if not keys or not all(keys):
+        raise ValueError("key is empty; control requests are signed with one")
+    verifier = RequestVerifier(keys)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -95,6 +103,7 @@ async def _handle(
     if method != _METHODS[path]:
         raise _Refused(405, {"detail": "Method Not Allowed"}, (b"allow", _METHODS[path].encode()))
     headers = _headers(scope)
+    _refuse_announced(headers.get("content-length", ""), body_bytes_max)
     body = await _body(receive, body_bytes_max)
     content = _parse(body, headers) if method == "POST" else None
     try:
@@ -150,6 +159,17 @@ def _headers(scope: Scope) -> dict[str, str]:
     return headers
 
 
+def _refuse_announced(content_length: str, bytes_max: int) -> None:
+    """A body that will be too large is not waited for."""
+    digits = content_length.strip().lstrip("0")
+    if digits.isdecimal() and (len(digits) > _LENGTH_DIGITS_MAX or int(digits) > bytes_max):
+        raise _too_large(bytes_max)
+
+
+def _too_large(bytes_max: int) -> _Refused:
+    return _Refused(413, {"error": f"the body is larger than {bytes_max} bytes"}, (b"connection", b"close"))
+
+
 async def _body(receive: Receive, bytes_max: int) -> bytes:
     body = bytearray()
     while True:
@@ -158,7 +178,7 @@ async def _body(receive: Receive, bytes_max: int) -> bytes:
             raise _Refused(400, {"error": "the client went away before the whole body was there"})
         body += cast("bytes", message.get("body", b""))
         if len(body) > bytes_max:
-            raise _Refused(413, {"error": f"the body is larger than {bytes_max} bytes"}, (b"connection", b"close"))
+            raise _too_large(bytes_max)
         if not message.get("more_body", False):
             return bytes(body)
 

@@ -18,7 +18,7 @@ from .control import RELEASE_PATH, RESUME_PATH, STATUS_PATH
 from .errors import LullMemoryError
 from .lifecycle import MemoryState
 from .runtime import MemoryStatus
-from .signing import new_headers
+from .signing import keys_of, new_headers
 
 _ANSWER_BYTES_MAX: Final = 1 << 20
 _TEXT_CHARACTERS_MAX: Final = 500
@@ -75,7 +75,7 @@ class ControlClient:
         """``url`` is http(s)://HOST:PORT, with the path under which the routes are mounted if any, or unix:/SOCKET.
 
         A park answers when it is done, after the longest request in flight: ``operation_seconds_max`` bounds the
-        silence until then.
+        silence until then. ValueError for another kind of url or an empty key, TypeError for one that is not bytes.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https", "unix") or not (
@@ -86,7 +86,9 @@ class ControlClient:
             raise ValueError(f"url is {url!r}; it must have neither a query nor a fragment")
         self._parts = parts
         self._root_path = "" if parts.scheme == "unix" else parts.path.rstrip("/")
-        self._key = key
+        (self._key,) = keys_of((key,))
+        if not key:
+            raise ValueError("key is empty; control requests are signed with one")
         self._operation_seconds_max = operation_seconds_max
         self._status_seconds_max = status_seconds_max
         self._now = now

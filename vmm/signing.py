@@ -13,7 +13,7 @@ import re
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, cast
 
 AUTH_HEADER: Final = "x-trtllm-runtime-control-auth"
 TIMESTAMP_HEADER: Final = "x-trtllm-runtime-control-timestamp"
@@ -54,6 +54,16 @@ def new_headers(key: bytes, method: str, path: str, body: bytes, *, now: float) 
     return sign(key, method, path, body, timestamp=int(now), nonce=secrets.token_hex(16))
 
 
+def keys_of(key: bytes | Sequence[bytes]) -> tuple[bytes, ...]:
+    """One key or several; raises TypeError for what is none, without showing it."""
+    given: object = key
+    keys = tuple(cast("Sequence[object]", given)) if isinstance(given, list | tuple) else (given,)
+    for one in keys:
+        if not isinstance(one, bytes):
+            raise TypeError(f"key is a {type(one).__name__}; it must be bytes (text.encode()), or a list of them")
+    return cast("tuple[bytes, ...]", keys)
+
+
 class RequestVerifier:
     """Accepts each authentic request once. Thread-safe: of two uses of one nonce exactly one is accepted."""
 
@@ -64,9 +74,8 @@ class RequestVerifier:
         window_seconds: int = WINDOW_SECONDS,
         capacity: int = REPLAY_CAPACITY,
     ) -> None:
-        """Several keys are all valid, so that a key can be replaced without a pause."""
-        keys = (key,) if isinstance(key, bytes) else tuple(key)
-        self._keys = tuple(one for one in keys if one)
+        """Several keys are all valid, so that a key can be replaced without a pause. TypeError for what is no key."""
+        self._keys = tuple(one for one in keys_of(key) if one)
         self._window_seconds = window_seconds
         self._capacity = capacity
         self._lock = threading.Lock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,3 +73,10 @@ def test_what_the_routes_refuse(port: int) -> None:
         ControlClient(url, KEY).resume([])
     with pytest.raises(NotServed, match="404"):
         ControlClient(f"http://127.0.0.1:{port}", KEY).status()
+
+
+def test_a_large_body_that_is_only_announced_is_refused_at_once(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        head = "POST /engine/release_memory HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from lull.vmm.control import CONTROL_PATHS, AsgiApp, control_app
+from lull.vmm.control_client import ControlClient
 from lull.vmm.errors import DriverError
 from lull.vmm.host_driver import HostDriver
 from lull.vmm.lifecycle import MemoryState
@@ -195,6 +196,21 @@ async def test_a_body_too_large_is_413(client: httpx.AsyncClient) -> None:
     assert answer.json() == {"error": "the body is larger than 1000 bytes"}
 
 
+@pytest.mark.parametrize("length", [b"1001", b"100000000", b"9" * 5000])
+async def test_a_body_that_is_announced_as_too_large_is_not_waited_for(app: AsgiApp, length: bytes) -> None:
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        raise AssertionError("the body is read")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/release_memory", "headers": [(b"content-length", length)]}
+    await app(scope, receive, send)
+    assert (sent[0]["status"], (b"connection", b"close") in sent[0]["headers"]) == (413, True)
+
+
 @pytest.mark.parametrize("path", sorted(CONTROL_PATHS))
 async def test_a_trailing_slash_is_redirected_before_the_signature(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.post(f"{path}/")
@@ -287,9 +303,23 @@ async def test_lifespan_and_websocket(app: AsgiApp) -> None:
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete", "websocket.close"]
 
 
-async def test_without_a_key_nothing_is_accepted(runtime: Runtime) -> None:
-    transport = httpx.ASGITransport(control_app(runtime, b""))
-    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-        answer = await client.get("/memory_status")
-        assert answer.status_code == 401
-        assert answer.json()["detail"].endswith("no API key is configured.")
+@pytest.mark.parametrize("key", [b"", [], [b"new", b""]])
+def test_without_a_key_there_are_no_routes(runtime: Runtime, key: Any) -> None:
+    with pytest.raises(ValueError, match="key is empty"):
+        control_app(runtime, key)
+    with pytest.raises(ValueError, match="key is empty"):
+        ControlClient("http://127.0.0.1:1", b"")
+
+
+@pytest.mark.parametrize("key", ["secret", ["secret"], [b"new", "secret"], None, 7])
+def test_a_key_is_bytes_and_is_not_shown(runtime: Runtime, key: Any) -> None:
+    for make in (lambda: control_app(runtime, key), lambda: ControlClient("http://127.0.0.1:1", key)):
+        with pytest.raises(TypeError, match="it must be bytes") as refused:
+            make()
+        assert "secret" not in str(refused.value)
+
+
+def test_what_is_no_runtime_is_named() -> None:
+    nothing: Any = None
+    with pytest.raises(TypeError, match="runtime is None"):
+        control_app(nothing, KEY)
