@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from .pool_like import PoolLike
     from .ranks import RankedRuntime, RankFollower, RankLinkError, RankSettings
     from .runtime import MemoryStatus, Runtime
-    from .service.pool import ServicePool
+    from .service.pool import Piece, ServicePool
+    from .service.state import Lock
     from .signing import ControlAuthError, RequestVerifier, new_headers, sign
     from .sleep_config import InvalidSleepConfig, SleepConfig
     from .statistics import TagStatistics
@@ -80,12 +81,14 @@ _MODULE_OF: Final = {
     "LedgerBusy": "errors",
     "LedgerUnreadable": "errors",
     "LedgerUnwritable": "errors",
+    "Lock": "service.state",
     "LullMemoryError": "errors",
     "MemoryState": "lifecycle",
     "MemoryStatus": "runtime",
     "OutOfDeviceMemory": "errors",
     "OutOfHostMemory": "errors",
     "PoolClosed": "errors",
+    "Piece": "service.pool",
     "Pool": "pool",
     "PoolLike": "pool_like",
     "ProcessKey": "host_device",
@@ -140,11 +143,13 @@ __all__ = [
     "LedgerBusy",
     "LedgerUnreadable",
     "LedgerUnwritable",
+    "Lock",
     "LullMemoryError",
     "MemoryState",
     "MemoryStatus",
     "OutOfDeviceMemory",
     "OutOfHostMemory",
+    "Piece",
     "Pool",
     "PoolClosed",
     "PoolLike",

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
+from lull.vmm import Lock, Piece, ServicePool
 from lull.vmm.errors import OutOfDeviceMemory, UnsupportedMode
 from lull.vmm.host_driver import HostDriver
 from lull.vmm.service.errors import LayoutInvalid, ServiceUnavailable, WrongLock
-from lull.vmm.service.pool import Piece, ServicePool
-from lull.vmm.service.state import Lock
 from lull.vmm.tags import InvalidTag, RestoreMode
 from tests.integration.memory_service.conftest import World
 from tests.memory_services import MIB
