@@ -23,6 +23,8 @@ from ..vmm.host_driver import HostDriver
 from ..vmm.service.pool import Piece, ServicePool
 from ..vmm.service.state import Lock
 
+JUDGED_BYTES_MIN: Final = 1 << 30
+JUDGED_REPETITIONS_MIN: Final = 3
 ATTACH_SECONDS_TARGET: Final = 0.02
 
 _NAME: Final = "bench"
@@ -60,9 +62,15 @@ def measure(nbytes: int, repetitions: int, say: Callable[[str], None]) -> dict[s
                 "value": attach_seconds,
                 "at_most": ATTACH_SECONDS_TARGET,
                 "met": attach_seconds <= ATTACH_SECONDS_TARGET,
+                "judged": is_judged(nbytes, repetitions),
             }
         ],
     }
+
+
+def is_judged(nbytes: int, repetitions: int) -> bool:
+    """Whether there is enough of it for its times to say something."""
+    return nbytes >= JUDGED_BYTES_MIN and repetitions >= JUDGED_REPETITIONS_MIN
 
 
 def _attach_all(directory: Path, nbytes: int, repetitions: int) -> list[tuple[float, float]]:

@@ -28,7 +28,8 @@ def bench_memory(
 ) -> None:
     """Park and wake of host-device memory, beside plain copies and page faults of the same bytes on this machine.
 
-    Exits with 1 if a target is missed.
+    Exits with 1 if a target is missed. Times are judged from 1 GiB and 3 repetitions on, on a machine that does nothing
+    else meanwhile; smaller runs only show them.
     """
     with reported():
         try:
@@ -84,8 +85,9 @@ def _print(document: dict[str, Any]) -> None:
     missed = [check for check in checks if not check["met"]]
     print(f"{len(checks) - len(missed)} of {len(checks)} targets met")
     for check in missed:
+        word = "MISSED" if check["judged"] else "missed, not judged"
         bound = f"at least {check['at_least']}" if "at_least" in check else f"at most {check['at_most']}"
-        print(f"MISSED: {check['name']}: {check['value']:.3g}, {bound}")
+        print(f"{word}: {check['name']}: {check['value']:.3g}, {bound}")
 
 
 def _pages(row: Row) -> str:

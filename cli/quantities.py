@@ -12,10 +12,12 @@ _UNITS: Final = {
     "mib": 2**20,
     "gib": 2**30,
     "tib": 2**40,
+    "pib": 2**50,
     "kb": 10**3,
     "mb": 10**6,
     "gb": 10**9,
     "tb": 10**12,
+    "pb": 10**15,
 }
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 _DURATION_PART: Final = re.compile(r"(\d+(?:\.\d+)?)(d|h|m|s)")
@@ -33,14 +35,16 @@ def parse_size(text: str) -> int:
     if matched is None:
         raise ValueError(f"{text!r} is no size; write for example 40GiB or 512MiB")
     unit = matched[2].lower()
-    if unit in ("k", "m", "g", "t"):
+    if unit in ("k", "m", "g", "t", "p"):
         letter = unit.upper()
         raise ValueError(f"{text!r} is ambiguous; write {letter}iB (powers of 1024) or {letter}B (powers of 1000)")
     if unit not in _UNITS:
-        raise ValueError(f"{text!r}: unknown unit {matched[2]!r}; use KiB, MiB, GiB, TiB, kB, MB, GB or TB")
+        raise ValueError(f"{text!r}: unknown unit {matched[2]!r}; use KiB, MiB, GiB, TiB, PiB, kB, MB, GB, TB or PB")
     size_bytes = round(float(matched[1]) * _UNITS[unit])
-    if not 0 < size_bytes <= SIZE_BYTES_MAX:
-        raise ValueError(f"{text!r} has to be more than 0 and at most 1024 PiB")
+    if size_bytes <= 0:
+        raise ValueError(f"{text!r} has to be more than 0")
+    if size_bytes > SIZE_BYTES_MAX:
+        raise ValueError(f"{text!r} has to be at most 1024PiB")
     return size_bytes
 
 
@@ -60,7 +64,7 @@ def parse_duration(text: str) -> float:
 
 
 def format_size(size_bytes: int) -> str:
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, factor in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size_bytes) >= factor:
             value = size_bytes / factor
             return f"{value:.0f}{unit}" if value == int(value) else f"{value:.1f}{unit}"

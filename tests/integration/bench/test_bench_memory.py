@@ -17,7 +17,7 @@ SMALL = ["--size", "4MiB", "--attach-size", "4MiB", "--repetitions", "1", "--thr
 def test_one_document_with_everything_side_by_side() -> None:
     result = CliRunner().invoke(app, [*SMALL, "--json"])
     document = json.loads(result.stdout)
-    assert result.exit_code == (0 if document["targets_met"] else 1)
+    assert (result.exit_code, document["targets_met"]) == (0, True)  # so small that its times are not judged
     assert [case["pages"] for case in document["cases"]] == ["huge", "ordinary"]
     assert document["cases"][1]["huge_pages_granted_bytes"] == 0
     for case in document["cases"]:
@@ -30,11 +30,12 @@ def test_one_document_with_everything_side_by_side() -> None:
     assert set(document["peers"]) == {"lull_on_cuda", "torch_memory_saver", "vllm"}
 
 
-def test_the_tables_say_what_was_missed() -> None:
+def test_what_is_small_is_shown_and_its_times_are_not_judged() -> None:
     result = CliRunner().invoke(app, SMALL)
     assert "targets met" in result.stdout
     assert "attach to 4MiB of committed weights" in result.stdout
-    assert ("MISSED" in result.stdout) == (result.exit_code == 1)
+    assert "MISSED" not in result.stdout
+    assert result.exit_code == 0
 
 
 def test_bad_sizes_are_refused() -> None:

@@ -43,6 +43,16 @@ def test_each_target_can_be_missed(part: str, seconds: float, names: list[str]) 
     assert missed(result_of(CASE, samples({**GOOD, part: seconds}))) == names
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "repetitions", "judged"), [(1 << 30, 3, True), (1 << 30, 2, False), (1 << 29, 3, False)]
+)
+def test_times_are_judged_where_there_is_enough_of_them(nbytes: int, repetitions: int, judged: bool) -> None:
+    result = result_of(Case(nbytes, 2, huge=True), samples(*[GOOD] * repetitions))
+    *timed, copied = result["targets"]
+    assert {check["judged"] for check in timed} == {judged}
+    assert copied["judged"]  # a count is exact at any size
+
+
 def test_a_byte_that_is_copied_again_is_a_miss() -> None:
     assert missed(result_of(CASE, samples(GOOD, copied_bytes=1))) == ["bytes copied by a second park"]
 

@@ -18,6 +18,8 @@ from lull.cli.quantities import format_duration, format_size, parse_duration, pa
         ("4096", 4096),
         ("7B", 7),
         ("1TiB", 1 << 40),
+        ("1PiB", 1 << 50),
+        ("1024PiB", 1 << 60),
     ],
 )
 def test_sizes(text: str, size_bytes: int) -> None:
@@ -30,9 +32,17 @@ def test_a_size_that_two_people_read_differently_is_refused_with_both_spellings(
         parse_size(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "told"), [("0", "'0' has to be more than 0$"), ("1025PiB", "'1025PiB' has to be at most 1024PiB$")]
+)
+def test_a_size_out_of_its_bounds_is_told_which(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse_size(text)
+
+
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "0GiB", "1e9", "1GiB extra", "1XB", "2000000PiB", "9" * 40])
 def test_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match=r"size|unit|more than 0"):
+    with pytest.raises(ValueError, match=r"size|unit|more than 0|at most"):
         parse_size(text)
 
 
