@@ -49,7 +49,10 @@ def show(session: Session, engine: EngineArgument) -> None:
 
 @client_command
 def restart(session: Session, engine: EngineArgument) -> None:
-    """Restart a supervised engine. Refused while its devices are lent or it is parked."""
+    """Restart a supervised engine. Refused while its devices are lent or it is parked.
+
+    Asked again before its node has answered, nothing more is done.
+    """
     found = session.client.restart_engine(engine)
     if session.out.for_people:
         session.out.print(f"engine {found.name}: is to be restarted")
