@@ -70,6 +70,22 @@ class Attachment:
         self.layout_hash = answer["layout_hash"]
         return str(answer["granted"])
 
+    def lock_again(self, wait_seconds: float) -> None:
+        """The lock that a parked engine gave up, also from a service that came after the one that had it."""
+        expect = self.layout_hash
+        assert expect is not None, "whoever is parked had read or committed"
+        if self.client.connected:
+            self.client.ask(
+                "resume",
+                seconds_max=wait_seconds + self._wake_seconds_max,
+                expect_layout=expect,
+                wait_seconds=wait_seconds,
+                oom_wait_seconds=0,
+            )
+        else:
+            self.connect_again()
+            self.hello(Lock.READ_ONLY, wait_seconds=wait_seconds, oom_wait_seconds=0, expect=expect)
+
     def connect_again(self) -> None:
         self.client.close()
         self.client = ServiceClient(self._path, connect_seconds_max=self._connect_seconds_max)

@@ -18,7 +18,16 @@ from typing import Any, Final
 
 from ..blocks import Allocation
 from ..driver import Access, Driver, Handle
-from ..errors import ContentsLost, LullMemoryError, OutOfDeviceMemory, TransitionInProgress, UnsupportedMode
+from ..errors import (
+    ContentsLost,
+    LullMemoryError,
+    OutOfDeviceMemory,
+    PoolClosed,
+    TransitionInProgress,
+    TransitionRefused,
+    UnsupportedMode,
+)
+from ..pool_owners import steps_in_flight
 from ..tags import KEEPS_CONTENTS, RestoreMode, require_mode, require_tag, require_tags
 from . import checks
 from .attachment import Attachment
@@ -195,8 +204,10 @@ class ServicePool:
         return tuple(slab.allocation for slab in slabs) if tag in (None, self.tag) else ()
 
     def close(self) -> None:
-        """Gives everything up but what is committed, which stays with the service."""
+        """Gives everything up but what is committed, which stays with the service. Refused while work is under way."""
         with self._guard:
+            if not self._closed and (count := steps_in_flight(self)):
+                raise TransitionRefused(f"pool {self.name}: {count} step(s) work on it; end them before it is closed")
             self._closed = True
             failure = self._there.close()
             if failure is not None:
@@ -277,7 +288,7 @@ class ServicePool:
                 if self.writer:
                     self._take_anew()
                     return
-                self._lock_again()
+                self._there.lock_again(self._wait_seconds)
                 try:
                     self._there.map_all()
                 except BaseException:
@@ -370,22 +381,6 @@ class ServicePool:
                 error.add_note(f"and the service could not be told: {second}")
                 self._there.client.close()
 
-    def _lock_again(self) -> None:
-        """The lock that a parked engine gave up, also from a service that came after the one that had it."""
-        expect = self._there.layout_hash
-        assert expect is not None, "whoever is parked had read or committed"
-        if self._there.client.connected:
-            self._there.client.ask(
-                "resume",
-                seconds_max=self._wait_seconds + self._park_seconds_max,
-                expect_layout=expect,
-                wait_seconds=self._wait_seconds,
-                oom_wait_seconds=0,
-            )
-        else:
-            self._there.connect_again()
-            self._there.hello(Lock.READ_ONLY, wait_seconds=self._wait_seconds, oom_wait_seconds=0, expect=expect)
-
     def _ensure_known(self) -> None:
         """Before a park: the service knows us and our memory. One that came after ours gets it from us."""
         self._parked_there = False
@@ -430,7 +425,7 @@ class ServicePool:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise WrongLock(f"pool {self.name} is closed")
+            raise PoolClosed(f"pool {self.name} is closed; make another")
 
     def _begin(self, phase: _Phase, ours: bool) -> None:
         self._require_open()

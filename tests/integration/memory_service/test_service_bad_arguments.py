@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lull.vmm import Lock, Piece, ServicePool
-from lull.vmm.errors import OutOfDeviceMemory, UnsupportedMode
+from lull.vmm import Lock, Piece, Runtime, ServicePool
+from lull.vmm.errors import OutOfDeviceMemory, PoolClosed, TransitionRefused, UnsupportedMode
 from lull.vmm.host_driver import HostDriver
-from lull.vmm.service.errors import LayoutInvalid, ServiceUnavailable, WrongLock
+from lull.vmm.service.errors import LayoutInvalid, ServiceUnavailable
 from lull.vmm.tags import InvalidTag, RestoreMode
 from tests.integration.memory_service.conftest import World
 from tests.memory_services import MIB
@@ -79,11 +79,16 @@ def test_a_closed_pool_says_so(world: World) -> None:
     pool = world.attach(EITHER)
     pool.build({"base": Piece(MIB)})
     pool.commit()
+    runtime = Runtime(pool)
+    with runtime.step(), pytest.raises(TransitionRefused, match="1 step"):
+        pool.close()
+    assert pool.regions()["base"].nbytes == MIB
     pool.release([pool.tag])
     pool.close()
+    assert runtime.status().state == "failed"
     assert pool.failed == "pool w is closed"
     for again in (pool.commit, lambda: pool.allocate(MIB), lambda: pool.resume([pool.tag])):
-        with pytest.raises(WrongLock, match="pool w is closed"):
+        with pytest.raises(PoolClosed, match="pool w is closed; make another"):
             again()
     assert world.service.pool()["parked_pids"] == []
     pool.close()
