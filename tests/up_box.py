@@ -90,6 +90,11 @@ class UpBox:
     def stop(self, *words: str) -> subprocess.CompletedProcess[str]:
         return self.run_process("up", "--stop", "--data-dir", str(self.directory), *words, seconds=120)
 
+    def agent_words(self, data_dir: Path) -> tuple[str, ...]:
+        """An agent by itself: what `lull up` fills in has to be said."""
+        own = ("--server", self.url, "--token-file", str(self.paths.token_file), "--data-dir", str(data_dir))
+        return ("agent", "--config", str(self.config), *own)
+
     def record(self) -> UpRecord:
         record = read_record(self.paths)
         assert record is not None

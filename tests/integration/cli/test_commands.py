@@ -221,7 +221,7 @@ def test_a_stop_in_a_copied_directory_leaves_the_original_agent_alone(box: UpBox
     copy.mkdir()
     for name in ("agent.json", "home.json"):
         shutil.copy(box.paths.agent_dir / name, copy)
-    told = box.run("agent", "--stop", "--config", str(box.config), "--data-dir", str(copy))
+    told = box.run(*box.agent_words(copy), "--stop")
     assert (told.returncode, "is a copy" in told.stderr) == (1, True), told.stderr
     assert box.run("wait", submitted(box, "true")).returncode == 0, "the original still takes jobs"
 
@@ -231,7 +231,7 @@ def test_an_agent_in_a_copied_directory_is_refused_and_takes_no_job(box: UpBox, 
     """First by itself, since its original runs here; then, as a clone elsewhere would be, by the server."""
     copy = tmp_path / "copy"
     shutil.copytree(box.paths.agent_dir, copy, ignore=shutil.ignore_patterns("*.sock", "attempts"))
-    argv = ("agent", "--config", str(box.config), "--data-dir", str(copy))
+    argv = box.agent_words(copy)
     at_home = box.run_process(*argv)
     assert (at_home.returncode, "is a copy" in at_home.stderr) == (1, True), at_home.stderr
     (copy / "home.json").unlink()
