@@ -14,7 +14,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -81,6 +81,7 @@ class HostDevice:
     def __init__(self, path: Path, *, uuid: str, kind: str, capacity_bytes: int) -> None:
         self.path = path
         self._ledger = str(path / "ledger")  # read and written at every charge and discharge
+        self._known: tuple[bytes, tuple[Charge, ...]] = (b"", ())  # a ledger that has been read, to be read but once
         self.uuid = uuid
         self.kind = kind
         self.capacity_bytes = capacity_bytes
@@ -153,71 +154,100 @@ class HostDevice:
 
     def charges(self) -> list[Charge]:
         """The rows of living processes."""
-        return _living(self._read())
+        rows = self._read()
+        try:
+            return _living(rows)
+        except OSError as error:
+            raise LedgerUnreadable("ledger", f"whose the rows of {self._ledger} are cannot be seen: {error}") from error
 
     def charge(self, row: Charge, owner_bytes_max: int | None) -> None:
         """Adds a row if it fits; else OutOfDeviceMemory and nothing has changed."""
-        with self._locked():
-            rows = _living(self._read())
-            if not any(other.key == row.key for other in rows):
-                self._require_room(row.nbytes, rows)
-            if row.owner is not None and owner_bytes_max is not None:
-                _require_owner_room(row, rows, owner_bytes_max)
-            if not any(other.key == row.key and other.process == row.process for other in rows):
-                rows.append(row)
+        self.charge_all([row], owner_bytes_max)
+
+    def charge_all(self, new: Iterable[Charge], owner_bytes_max: int | None) -> None:
+        """Adds the rows, in one write, if all of them fit; else OutOfDeviceMemory and nothing has changed."""
+        with self._locked(_LOCK_SECONDS_MAX):
+            rows = self.charges()
+            held_bytes = {row.key: row.nbytes for row in rows}
+            used_bytes = sum(held_bytes.values())
+            owners_bytes: dict[str, dict[str, int]] = {}
+            for row in rows:
+                if row.owner is not None:
+                    owners_bytes.setdefault(row.owner, {})[row.key] = row.nbytes
+            known = {(row.key, row.process) for row in rows}
+            for row in new:
+                if row.key not in held_bytes:
+                    self._require_room(row.nbytes, used_bytes)
+                    held_bytes[row.key] = row.nbytes
+                    used_bytes += row.nbytes
+                if row.owner is not None:
+                    owned = owners_bytes.setdefault(row.owner, {})
+                    if owner_bytes_max is not None:
+                        _require_owner_room(row, owned, owner_bytes_max)
+                    owned[row.key] = row.nbytes
+                if (row.key, row.process) not in known:
+                    rows.append(row)
             self._write(rows)
 
-    def discharge(self, keys: set[str], process: ProcessKey) -> None:
-        with self._locked():
-            rows = _living(self._read())
+    def discharge(self, keys: set[str], process: ProcessKey, *, lock_seconds_max: float | None = None) -> None:
+        """Waits for the lock as long as a charge does unless told otherwise."""
+        with self._locked(_LOCK_SECONDS_MAX if lock_seconds_max is None else lock_seconds_max):
+            rows = self.charges()
             self._write([row for row in rows if not (row.key in keys and row.process == process)])
 
-    def _require_room(self, nbytes: int, rows: list[Charge]) -> None:
-        free_bytes = self.capacity_bytes - _sum_by_key_bytes(rows)
+    def _require_room(self, nbytes: int, used_bytes: int) -> None:
+        free_bytes = self.capacity_bytes - used_bytes
         if nbytes > free_bytes:
             raise OutOfDeviceMemory(nbytes, max(0, free_bytes), self.capacity_bytes)
 
     def _read(self) -> list[Charge]:
         try:
             with open(self._ledger, "rb", buffering=0) as file:
-                content: dict[str, Any] = json.loads(file.read())
+                text = file.read()
+            known_text, known_rows = self._known
+            if text == known_text:
+                return list(known_rows)
+            content: dict[str, Any] = json.loads(text)
             if content["boot_id"] != _boot_id():
                 return []  # nothing survives a reboot, and pids and start times repeat
-            return [_require_whole(Charge(**row)) for row in content["rows"]]
+            rows = [_require_whole(Charge(**row)) for row in content["rows"]]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LedgerUnreadable(
                 "ledger", f"{self._ledger} cannot be read ({error}): end the device's processes and remove it"
             ) from error
+        self._known = text, tuple(rows)
+        return rows
 
     def _write(self, rows: list[Charge]) -> None:
-        content = {"boot_id": _boot_id(), "rows": [row.as_fields() for row in rows]}
+        text = json.dumps({"boot_id": _boot_id(), "rows": [row.as_fields() for row in rows]}).encode()
         draft = self._ledger + ".new"  # one name: we hold the lock
         try:
-            with open(draft, "w", encoding="utf-8") as file:
-                file.write(json.dumps(content))
+            with open(draft, "wb") as file:
+                file.write(text)
             os.replace(draft, self._ledger)
         except OSError as error:
             with suppress(OSError):
                 os.unlink(draft)  # a full disk took half of it
             raise self._unwritable(error) from error
+        self._known = text, tuple(rows)
 
     def _unwritable(self, error: OSError) -> LedgerUnwritable:
         what = "give its disk room" if error.errno == errno.ENOSPC else "put that right"
         return LedgerUnwritable("ledger", f"{self.path} cannot be written ({error.strerror}): {what}, then try again")
 
     @contextmanager
-    def _locked(self) -> Generator[None]:
+    def _locked(self, seconds_max: float) -> Generator[None]:
         try:
             fd = os.open(self._ledger + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise self._unwritable(error) from error
         try:
-            deadline = time.monotonic() + _LOCK_SECONDS_MAX
+            deadline = time.monotonic() + seconds_max
             while not _try_lock(fd):
                 if time.monotonic() > deadline:
-                    raise LedgerBusy("ledger", f"{self._ledger}.lock was locked for {_LOCK_SECONDS_MAX} s")
+                    raise LedgerBusy("ledger", f"{self._ledger}.lock was locked for {seconds_max} s")
                 time.sleep(_LOCK_POLL_SECONDS)
             yield
         finally:
@@ -250,11 +280,10 @@ def _sum_by_key_bytes(rows: list[Charge]) -> int:
     return sum({row.key: row.nbytes for row in rows}.values())
 
 
-def _require_owner_room(row: Charge, rows: list[Charge], owner_bytes_max: int) -> None:
-    held = {other.key: other.nbytes for other in rows if other.owner == row.owner}
-    if row.key in held:
+def _require_owner_room(row: Charge, owned_bytes: Mapping[str, int], owner_bytes_max: int) -> None:
+    if row.key in owned_bytes:
         return
-    free_bytes = owner_bytes_max - sum(held.values())
+    free_bytes = owner_bytes_max - sum(owned_bytes.values())
     if row.nbytes > free_bytes:
         raise OutOfDeviceMemory(row.nbytes, max(0, free_bytes), owner_bytes_max, limit=f"the limit of {row.owner}")
 

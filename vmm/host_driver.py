@@ -15,16 +15,16 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Final
-from uuid import uuid4
 
 from . import host_memory
 from .driver import Access, Handle
 from .errors import DeviceFailed, DriverError, LullMemoryError, OutOfHostMemory
-from .host_device import Charge, HostDevice, process_key
+from .host_charges import HostCharges
+from .host_device import HostDevice, process_key
 from .host_lane import HostLane
 from .host_pages import commit_pages
 
@@ -95,8 +95,12 @@ class HostDriver:
         identity = process_key(os.getpid())
         assert identity is not None, "we are alive"
         self.device = device
-        self._owner = owner if owner is not None else os.environ.get(OWNER_ENVIRONMENT_NAME)
-        self._owner_bytes_max = owner_bytes_max if owner_bytes_max is not None else _owner_bytes_from_environment()
+        self._charges = HostCharges(
+            device,
+            identity,
+            owner if owner is not None else os.environ.get(OWNER_ENVIRONMENT_NAME),
+            owner_bytes_max if owner_bytes_max is not None else _owner_bytes_from_environment(),
+        )
         self._granularity_bytes = granularity_bytes
         self._huge_pages = huge_pages
         self._page_threads = page_threads or min(2, os.cpu_count() or 1)
@@ -106,7 +110,6 @@ class HostDriver:
         self._mapped: dict[int, _Physical] = {}
         self._in_parts: set[int] = set()  # reserved ranges with mappings that are smaller than they
         self._physical: dict[str, _Physical] = {}
-        self._undischarged: set[str] = set()
         self._calls: dict[str, int] = {}
         self._faults: dict[str, list[_Fault]] = {}
         self._failed: str | None = None
@@ -188,9 +191,7 @@ class HostDriver:
 
     def create(self, nbytes: int) -> Handle:
         self._enter("create", nbytes)
-        handle = Handle(uuid4().hex, nbytes)
-        self._settle_discharges()
-        self._charge(handle)
+        handle = self._charges.charged_handle(nbytes)
         try:
             # After the charge: what is refused for the device's capacity must not be blamed on the host.
             with _os_errors_as("create"):
@@ -199,7 +200,7 @@ class HostDriver:
                 raise OutOfHostMemory(nbytes, available_bytes, "host-device memory")
             fd = self._committed_memfd(handle)
         except BaseException:
-            self._discharge(handle.key)
+            self._charges.discharge(handle.key)
             raise
         with self._lock:
             self._physical[handle.key] = _Physical(handle, fd)
@@ -269,7 +270,7 @@ class HostDriver:
                 raise DriverError("import_handle", f"descriptor {fd} is {handle}, not {exported}")
             own_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
         try:
-            self._charge(handle)
+            self._charges.charge(handle)
             with self._lock:
                 if handle.key in self._physical:
                     raise DriverError(
@@ -325,26 +326,9 @@ class HostDriver:
                         self._failed = fault.error.reason
                     raise fault.error
 
-    def _charge(self, handle: Handle) -> None:
-        row = Charge(handle.key, self._process.pid, self._process.start_ticks, handle.nbytes, self._owner)
-        self.device.charge(row, self._owner_bytes_max)
-
-    def _discharge(self, key: str) -> None:
-        """The memory is gone by now; if the ledger cannot be had, the row goes with our next create."""
-        with self._lock:
-            self._undischarged.add(key)
-        try:
-            self._settle_discharges()
-        except LullMemoryError as error:
-            _log.warning("device %s: %s is free but still charged: %s", self.device.uuid, key, error)
-
-    def _settle_discharges(self) -> None:
-        with self._lock:
-            keys = set(self._undischarged)
-        if keys:
-            self.device.discharge(keys, self._process)
-            with self._lock:
-                self._undischarged -= keys
+    def together(self, create_bytes: Sequence[int] = ()) -> AbstractContextManager[None]:
+        """See `TogetherDriver`. The ledger is written once before and once after."""
+        return self._charges.together(create_bytes)
 
     def _committed_memfd(self, handle: Handle) -> int:
         name = f"lull:{self.device.uuid}:{handle.key}"
@@ -368,7 +352,7 @@ class HostDriver:
             os.close(physical.fd)
         except OSError as error:  # what was asked for is done all the same
             _log.warning("device %s: the descriptor of %s was lost: %s", self.device.uuid, physical.handle.key, error)
-        self._discharge(physical.handle.key)
+        self._charges.discharge(physical.handle.key)
 
     def _reserved_around(self, verb: str, address: int, nbytes: int) -> int:
         """Where the reserved range begins that this is, or is a part of."""

@@ -28,6 +28,7 @@ from .pool_owners import steps_in_flight
 from .seals import digest_of_backup, require_unchanged
 from .statistics import TagStatistics
 from .tags import RestoreMode, require_mode, require_tags
+from .together import together
 
 _log = logging.getLogger(__name__)
 
@@ -150,8 +151,9 @@ class Pool:
         if steps := steps_in_flight(self):
             raise TransitionRefused(f"{steps} step(s) of the runtime work on this pool; end them before it is closed")
         self._table.close()
-        for allocation in self.allocations():
-            self.free(allocation)
+        with together(self.driver):
+            for allocation in self.allocations():
+                self.free(allocation)
         self._copier.close()
 
     def changing_layout(self, tag: str | None) -> AbstractContextManager[None]:
@@ -293,7 +295,7 @@ class Pool:
         transition = self._table.require_phase(Phase.RELEASE_PREPARED)
         if not self.keep_memory_on_release:
             try:
-                with transition.timed():
+                with transition.timed(), together(self.driver):
                     for block in transition.blocks:
                         block.detach(self.driver)
             except BaseException as error:
@@ -360,8 +362,10 @@ class Pool:
 
     def _restore(self, transition: Transition) -> None:
         """All handles first: running out of memory is the likeliest failure and is cheapest to undo there."""
-        for block in transition.blocks:
-            block.create(self.driver)
+        missing_bytes = [block.allocation.reserved_bytes for block in transition.blocks if block.handle is None]
+        with together(self.driver, missing_bytes):
+            for block in transition.blocks:
+                block.create(self.driver)
         for block in transition.blocks:
             block.attach(self.driver)
         without_contents = [block for block in transition.blocks if not block.contents_here]
@@ -373,11 +377,12 @@ class Pool:
 
     def _undo_resume(self, transition: Transition, error: BaseException | None) -> None:
         failure: Exception | None = None
-        for block in transition.blocks:
-            try:
-                block.detach(self.driver)
-            except Exception as second:  # noqa: BLE001  raised below; the others are given back all the same
-                failure = second
+        with together(self.driver):
+            for block in transition.blocks:
+                try:
+                    block.detach(self.driver)
+                except Exception as second:  # noqa: BLE001  raised below; the others are given back all the same
+                    failure = second
         broken = None if failure is None else self._break("the wake", transition.blocks, error)
         self._end(transition)
         if broken is not None:

@@ -147,7 +147,7 @@ def test_reading_needs_no_lock_and_writing_does_not_wait_for_ever(
 ) -> None:
     device = HostDevice.create(tmp_path / "d", capacity_bytes=100)
     monkeypatch.setattr(host_device, "_LOCK_SECONDS_MAX", 0.05)
-    with device._locked():
+    with device._locked(1):
         assert device.free_bytes() == 100
         with pytest.raises(LedgerBusy, match=r"ledger\.lock was locked for 0\.05 s"):
             device.charge(own_charge("a", 60), None)

@@ -61,7 +61,7 @@ def test_a_release_does_not_fail_for_the_ledger(
 ) -> None:
     handle = driver.create(GRANULE_BYTES)
     monkeypatch.setattr(host_device, "_LOCK_SECONDS_MAX", 0.01)
-    with driver.device._locked():
+    with driver.device._locked(1):
         driver.release(handle)
     assert "is free but still charged" in caplog.text
     assert driver.free_bytes() == driver.capacity_bytes - GRANULE_BYTES
