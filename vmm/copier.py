@@ -14,7 +14,9 @@ from typing import Final
 
 from .driver import CopyLane, Driver
 from .host_memory import HUGE_BYTES
+from .whole_numbers import require_whole
 
+THREADS_MAX: Final = 256
 # Large: above a size that grows with the processor's caches the C library copies past them, and is nearly twice as
 # quick there. Smaller where that keeps all threads busy to the end.
 COPY_CHUNK_BYTES: Final = 1 << 30
@@ -57,8 +59,7 @@ class Copier:
     """Opens its lanes at first use and keeps them until `close`. One `run` at a time."""
 
     def __init__(self, driver: Driver, threads: int) -> None:
-        if threads < 1:
-            raise ValueError(f"copy_threads is {threads}; at least 1 is needed")
+        require_whole(threads, "copy_threads", 1, THREADS_MAX)
         self._driver = driver
         self._threads = threads
         self._lanes: list[CopyLane] = []

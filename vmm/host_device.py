@@ -24,10 +24,12 @@ from uuid import uuid4
 
 from . import host_memory
 from .errors import LedgerBusy, LedgerUnreadable, LedgerUnwritable, OutOfDeviceMemory
+from .whole_numbers import require_whole
 
 KINDS: Final = ("discrete", "unified")
 ENVIRONMENT_NAME: Final = "LULL_HOST_DEVICE"
 
+CAPACITY_BYTES_MAX: Final = 1 << 60
 _UUID_PATTERN: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
 _LOCK_SECONDS_MAX: Final = 30.0
 _LOCK_POLL_SECONDS: Final = 0.001
@@ -62,6 +64,12 @@ class Charge:
         }
 
 
+def _require_path(path: object) -> Path:
+    if isinstance(path, str | Path):
+        return Path(path)
+    raise TypeError(f"path is {path!r}; it must be the path of the device's directory")
+
+
 def process_key(pid: int) -> ProcessKey | None:
     """The process's identity, or None if it is gone. A zombie holds no memory and counts as gone."""
     try:
@@ -91,8 +99,8 @@ class HostDevice:
         """Makes the directory, or opens it if it is there already and says the same; else ValueError."""
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}; a host device is one of {', '.join(KINDS)}")
-        if capacity_bytes <= 0:
-            raise ValueError(f"capacity_bytes is {capacity_bytes}; it must be positive")
+        require_whole(capacity_bytes, "capacity_bytes", 1, CAPACITY_BYTES_MAX)
+        path = _require_path(path)
         if uuid is not None and not _UUID_PATTERN.fullmatch(uuid):
             raise ValueError(f"uuid is {uuid!r}; use at most 64 letters, digits and hyphens")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -120,6 +128,7 @@ class HostDevice:
 
     @classmethod
     def open(cls, path: Path) -> HostDevice:
+        path = _require_path(path)
         try:
             description = json.loads((path / "device.json").read_text(encoding="utf-8"))
             return cls(

@@ -18,15 +18,17 @@ import weakref
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from . import host_memory
+from .copier import THREADS_MAX
 from .driver import Access, Handle
 from .errors import DeviceFailed, DriverError, LullMemoryError, OutOfHostMemory
 from .host_charges import HostCharges
-from .host_device import HostDevice, process_key
+from .host_device import CAPACITY_BYTES_MAX, HostDevice, process_key
 from .host_lane import HostLane
 from .host_pages import commit_pages
+from .whole_numbers import require_whole
 
 OWNER_ENVIRONMENT_NAME: Final = "LULL_ATTEMPT"
 OWNER_BYTES_ENVIRONMENT_NAME: Final = "LULL_HBM_BYTES"
@@ -90,8 +92,15 @@ class HostDriver:
         Large handles get huge pages where the kernel gives them, made by ``page_threads`` threads (2, or the number of
         processors where that is less).
         """
-        if granularity_bytes <= 0 or granularity_bytes % mmap.PAGESIZE:
-            raise ValueError(f"granularity_bytes is {granularity_bytes}; it must be a multiple of the page size")
+        if not isinstance(cast("object", device), HostDevice):
+            raise TypeError(f"device is {device!r}; it must be a HostDevice, as HostDevice.open returns one")
+        if page_threads is not None:
+            require_whole(page_threads, "page_threads", 1, THREADS_MAX)
+        if owner_bytes_max is not None:
+            require_whole(owner_bytes_max, "owner_bytes_max", 0, CAPACITY_BYTES_MAX)
+        whole = isinstance(cast("object", granularity_bytes), int)
+        if not whole or granularity_bytes <= 0 or granularity_bytes % mmap.PAGESIZE:
+            raise ValueError(f"granularity_bytes is {granularity_bytes!r}; it must be a multiple of the page size")
         identity = process_key(os.getpid())
         assert identity is not None, "we are alive"
         self.device = device
@@ -166,8 +175,12 @@ class HostDriver:
         self._enter("reserve", nbytes)
         # Over-reserve, then cut both ends: mmap aligns to pages only.
         slack_bytes = self._granularity_bytes
-        with _os_errors_as("reserve"):
+        try:
             start = host_memory.map_pages(None, nbytes + slack_bytes, host_memory.PROT_NONE, host_memory.RESERVED)
+        except OSError as error:
+            room = "an address range for device memory (ulimit -v, and what a process may map)"
+            raise OutOfHostMemory(nbytes, host_memory.available_bytes(), room) from error
+        with _os_errors_as("reserve"):
             address = -(-start // slack_bytes) * slack_bytes
             if address > start:
                 host_memory.unmap_pages(start, address - start)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -29,6 +30,7 @@ from .seals import digest_of_backup, require_unchanged
 from .statistics import TagStatistics
 from .tags import RestoreMode, require_mode, require_tags
 from .together import together
+from .whole_numbers import require_whole
 
 _log = logging.getLogger(__name__)
 
@@ -88,11 +90,12 @@ class Pool:
 
         Allocations of one tag may have different modes. Raises InvalidTag and UnsupportedMode.
         """
-        if nbytes <= 0:
-            raise ValueError(f"nbytes is {nbytes}; it must be positive")
+        require_whole(nbytes, "nbytes", 1, sys.maxsize)
         chosen = self._modes.choose(tag, mode)
         granularity_bytes = self.driver.granularity()
         reserved_bytes = -(-nbytes // granularity_bytes) * granularity_bytes
+        if reserved_bytes > (capacity_bytes := self.driver.capacity_bytes):
+            raise OutOfDeviceMemory(reserved_bytes, self.driver.free_bytes(), capacity_bytes)
         with self.changing_layout(tag):
             address = self.driver.reserve(reserved_bytes)
             block = Block(Allocation(address, nbytes, reserved_bytes, tag, chosen))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import cast
 
+from .copier import THREADS_MAX
 from .driver import Driver
 from .errors import UnsupportedMode
 from .pool import Pool
@@ -48,8 +49,8 @@ class SleepConfig:
                 raise InvalidSleepConfig(
                     f"immutable_tags names {tag}, whose mode {mode} keeps no contents; give it CPU or PINNED"
                 )
-        if self.copy_threads < 1:
-            raise InvalidSleepConfig(f"copy_threads is {self.copy_threads}; at least 1 is needed")
+        if not 1 <= self.copy_threads <= THREADS_MAX:
+            raise InvalidSleepConfig(f"copy_threads is {self.copy_threads}; it must be from 1 to {THREADS_MAX}")
         if not self.drain_seconds_max >= 0:  # nan is none either
             raise InvalidSleepConfig(f"drain_seconds_max is {self.drain_seconds_max}; it must not be negative")
         object.__setattr__(self, "restore_modes", MappingProxyType(modes))

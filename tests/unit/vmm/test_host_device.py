@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lull.vmm import host_device
 from lull.vmm.errors import LedgerBusy, OutOfDeviceMemory
 from lull.vmm.host_device import Charge, HostDevice, process_key
+from lull.vmm.host_driver import HostDriver
 
 
 def own_charge(key: str, nbytes: int, owner: str | None = None) -> Charge:
@@ -161,3 +163,44 @@ def test_a_unified_device_has_no_more_than_the_host(tmp_path: Path) -> None:
 
 def test_process_key_of_nobody() -> None:
     assert process_key((1 << 22) + 1) is None
+
+
+@pytest.mark.parametrize("capacity_bytes", [0, -1, 1.5, "9", True, 1 << 70])
+def test_a_capacity_is_a_whole_number_of_bytes(tmp_path: Path, capacity_bytes: Any) -> None:
+    with pytest.raises(ValueError, match=r"capacity_bytes is .* must be a whole number"):
+        HostDevice.create(tmp_path / "d", capacity_bytes=capacity_bytes)
+    assert not (tmp_path / "d").exists()
+
+
+def test_the_path_of_a_device_may_be_text(tmp_path: Path) -> None:
+    text: Any = str(tmp_path / "d")
+    made = HostDevice.create(text, capacity_bytes=100)
+    assert HostDevice.open(text).uuid == made.uuid
+    nothing: Any = None
+    for call in (HostDevice.open, lambda path: HostDevice.create(path, capacity_bytes=100)):
+        with pytest.raises(TypeError, match="path is None"):
+            call(nothing)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("page_threads", -3),
+        ("page_threads", 0),
+        ("owner_bytes_max", -1),
+        ("owner_bytes_max", 1.5),
+        ("granularity_bytes", 0),
+        ("granularity_bytes", "4096"),
+    ],
+)
+def test_a_driver_names_the_setting_that_is_wrong(tmp_path: Path, setting: str, value: Any) -> None:
+    device = HostDevice.create(tmp_path / "d", capacity_bytes=100)
+    settings: dict[str, Any] = {setting: value}
+    with pytest.raises(ValueError, match=f"{setting} is"):
+        HostDriver(device, **settings)
+
+
+def test_a_driver_needs_a_device() -> None:
+    nothing: Any = None
+    with pytest.raises(TypeError, match="device is None"):
+        HostDriver(nothing)

@@ -12,6 +12,7 @@ from lull.vmm.driver import Access
 from lull.vmm.errors import (
     DriverError,
     LayoutChanged,
+    OutOfDeviceMemory,
     TransitionInProgress,
     TransitionRefused,
     UnsupportedMode,
@@ -186,11 +187,32 @@ def test_bad_requests(pool: Pool, nbytes: int, tag: str) -> None:
         pool.allocate(nbytes, tag)
 
 
+@pytest.mark.parametrize("nbytes", ["4", 1.5, None, True])
+def test_a_size_is_a_whole_number(pool: Pool, nbytes: Any) -> None:
+    with pytest.raises(ValueError, match=r"nbytes is .* must be a whole number"):
+        pool.allocate(nbytes, "model")
+
+
+def test_a_tag_is_text(pool: Pool) -> None:
+    nothing: Any = None
+    with pytest.raises(InvalidTag, match="tag is None"):
+        pool.allocate(1, nothing)
+
+
+def test_more_than_there_is_is_out_of_device_memory(pool: Pool, driver: HostDriver) -> None:
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        pool.allocate(1 << 62, "model")
+    assert caught.value.capacity_bytes == driver.capacity_bytes
+    assert driver.calls("reserve") == 0
+
+
 def test_bad_settings(driver: HostDriver) -> None:
     with pytest.raises(InvalidTag, match="tag is 'Bad'"):
         Pool(driver, restore_modes={"Bad": RestoreMode.CPU})
     with pytest.raises(ValueError, match="copy_threads is 0"):
         Pool(driver, copy_threads=0)
+    with pytest.raises(ValueError, match=r"copy_threads is 1000000; .* to 256"):
+        Pool(driver, copy_threads=10**6)
 
 
 @pytest.mark.parametrize("bad", ["FOO", "cpu", "", 5])
