@@ -49,6 +49,14 @@ def test_a_bad_mode_is_refused_before_the_first_tensor(pool: Pool) -> None:
         torch_scope.host_tensor(pool, (0,), torch.float32, "x", bad)
 
 
+def test_what_is_no_module_and_no_optimizer_is_named(pool: Pool) -> None:
+    nothing: Any = None
+    with pytest.raises(TypeError, match=r"module is None; it must be a torch\.nn\.Module"):
+        torch_scope.move_module(nothing, pool, "model")
+    with pytest.raises(TypeError, match=r"optimizer is None; it must be a torch\.optim\.Optimizer"):
+        torch_scope.move_optimizer(nothing, pool, "optimizer")
+
+
 def test_an_empty_tensor_takes_nothing(pool: Pool) -> None:
     assert torch_scope.host_tensor(pool, (0, 8), torch.float32, "kv_cache").shape == (0, 8)
     assert pool.allocations() == ()
