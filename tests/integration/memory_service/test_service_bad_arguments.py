@@ -116,7 +116,7 @@ def test_a_closed_pool_says_so(world: World) -> None:
 def test_settings_that_cannot_be_are_refused_before_anything_is_asked(
     world: World, settings: dict[str, Any], kind: type[Exception], match: str
 ) -> None:
-    given = {"name": "w", **settings}
+    given: dict[str, Any] = {"name": "w", **settings}
     with pytest.raises(kind, match=match):
         ServicePool(HostDriver(world.device), world.service.socket, **given)
     assert world.service.state()["pools"] == []

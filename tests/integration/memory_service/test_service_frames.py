@@ -9,6 +9,7 @@ import socket
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -143,13 +144,18 @@ def test_a_request_with_bad_values_keeps_its_lock_and_what_was_written(world: Wo
         client.ask(**HELLO)  # type: ignore[arg-type]
         answer, fd = client.ask_fd("allocate", bytes=MIB, tag=TAG, oom_wait_seconds=0)
         os.close(fd)
-        put = {"slot": answer["slot"], "key": "k", "offset": 0, "bytes": 1, "value": None}
-        bad = [("bytes", 0), ("bytes", 5.5), ("key", ""), ("key", "k" * 513), ("offset", -1), ("value", "v" * 20000)]
-        for field, value in [*bad, ("bytes", 2 * MIB), ("slot", 7), ("more", 1)]:
+        put: dict[str, Any] = {"slot": answer["slot"], "key": "k", "offset": 0, "bytes": 1, "value": None}
+        bad: list[dict[str, Any]] = [
+            *({"bytes": 0}, {"bytes": 5.5}, {"key": ""}, {"key": "k" * 513}, {"offset": -1}, {"value": "v" * 20000}),
+            *({"bytes": 2 * MIB}, {"slot": 7}, {"more": 1}),
+        ]
+        for wrong in bad:
+            (field,) = wrong
             with pytest.raises((InvalidRequest, LayoutInvalid), match=f"{field} |entry k|field"):
-                client.ask("put", **{**put, field: value})
+                client.ask("put", **(put | wrong))
+        too_long: dict[str, Any] = {"value": "v" * protocol.FRAME_BYTES_MAX}
         with pytest.raises(MalformedFrame, match="longer than"):
-            client.ask("put", **{**put, "value": "v" * protocol.FRAME_BYTES_MAX})
+            client.ask("put", **(put | too_long))
         client.ask("put", **put)
         client.ask("commit")
 
