@@ -16,8 +16,8 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,16 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+@contextmanager
+def _cut_off() -> Iterator[None]:
+    """A call that is cut off leaves its socket, or a connection that was not begun yet, to the collector; a process
+    that ends closes nothing either."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        yield
 
 
 @dataclass
@@ -176,10 +186,12 @@ class AgentNode:
         assert self.daemon is not None
         assert self._task is not None
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks, timeout=20)
-        self._forget_daemon()
+        with _cut_off():
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=20)
+            del tasks
+            self._forget_daemon()
 
     def _forget_daemon(self) -> None:
         """Engines outlive the agent object, so their process objects have to, until they are reaped."""
@@ -187,9 +199,7 @@ class AgentNode:
         processes = [keeper.process for keeper in self.daemon.keepers.values()]
         self._children += [process._child for process in processes if process is not None and process._child]
         self.daemon = self._task = None
-        with warnings.catch_warnings():
-            # A call that was cut off leaves its socket to the collector; a process that ends closes nothing either.
-            warnings.simplefilter("ignore", ResourceWarning)
+        with _cut_off():
             gc.collect()
 
     async def end_everything(self) -> None:
