@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _KEPT_MAX: Final = 2  # each engine has torch in its memory
 # In the agent's directory: who it is, and what the processes that live on have there.
 _STAYS: Final = frozenset({"node.json", "engines", "gateway", "gateway.sock", "gateway.sock.lock"})
+_OF_A_NODE: Final = frozenset({"agent", "token"})
+_OF_AN_ENGINE: Final = frozenset({".key", ".witness"})
 _kept: dict[str, AgentNode] = {}
 
 
@@ -41,7 +43,8 @@ async def take(
     for engine, running in zip(engines, found.engines, strict=True):
         engine.port = running.port
     for file in found.root.iterdir():
-        if not (root / file.name).exists():
+        # What the test before wrote there is not this one's.
+        if file.name in _OF_A_NODE or file.suffix in _OF_AN_ENGINE or file.name.startswith("device"):
             (root / file.name).symlink_to(file)
     node = AgentNode(found.root, engines, capacities, gateway_port=found.gateway_port, **settings)
     node._children, node._engine_ids = found._children, found._engine_ids
