@@ -21,9 +21,7 @@ from .engine_process import EngineProcess, listening_pid
 from .engines.base import Answer, EngineAdapter, Observation
 from .engines.ledger import Ledger
 from .engines.outside import EngineOutside
-from .errors import AgentError, EngineTimedOut
-from .errors import CanaryFailed as CanaryFailed
-from .errors import EngineLost as EngineLost
+from .errors import AgentError, CanaryFailed, EngineLost, EngineTimedOut
 from .gates.base import Gate
 from .memory_service import service_socket
 from .node import Node

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import structlog
 
-from .engine_hand import POLL_SECONDS_FIRST, POLL_SECONDS_MAX, EngineHand, EngineLost, MakeAdapter, StepSink
+from .engine_hand import POLL_SECONDS_FIRST, POLL_SECONDS_MAX, EngineHand, MakeAdapter, StepSink
 from .engine_process import EngineWillNotDie
 from .engines.base import Observation
-from .errors import AgentError
+from .errors import AgentError, EngineLost
 from .gates.base import Gate
 from .node import Node
 from .protocol.engine_kinds import MAY_END_AT_PARK, MODES_ARE_FLAGS

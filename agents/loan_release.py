@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from ..vmm.tags import KEEPS_CONTENTS
-from .engine_hand import POLL_SECONDS_FIRST, POLL_SECONDS_MAX, CanaryFailed, EngineLost
+from .engine_hand import POLL_SECONDS_FIRST, POLL_SECONDS_MAX
 from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
 from .engines.base import Observation
-from .errors import AgentError, EngineAuthRefused, EngineRefused
+from .errors import AgentError, CanaryFailed, EngineAuthRefused, EngineLost, EngineRefused
 from .gates.base import GateError
 from .journal import boottime
 from .probe import DeviceFacts

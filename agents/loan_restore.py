@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from .engine_hand import CanaryFailed, EngineLost
 from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
+from .errors import CanaryFailed, EngineLost
 from .gates.base import GateError, GateRouteUnknown
 from .processes import environ_value, identity
 from .protocol.loans import LoanEvent, LoanState

@@ -11,9 +11,6 @@ import asyncio
 import hashlib
 import os
 import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +18,7 @@ import structlog
 
 from ..vmm.service.client import read_state
 from ..vmm.service.errors import ServiceUnavailable
+from .detached import output_tail, start_module
 from .disk_reserve import is_full, release_above
 from .errors import AgentError
 from .node import Device, Node, SharedPool
@@ -37,7 +35,6 @@ _PAUSE_SECONDS_MAX: Final = 30.0
 _WATCH_SECONDS: Final = 3600.0
 _END_SECONDS_MAX: Final = 30.0
 _KILL_SECONDS_MAX: Final = 10.0
-_OUTPUT_BYTES_MAX: Final = 4000
 
 
 class MemoryServiceNotStarted(AgentError):
@@ -126,9 +123,8 @@ class MemoryServiceKeeper:
         for folder in (self.socket.parent, self.state_dir):  # each by itself: parents would get no mode
             folder.mkdir(mode=0o700, exist_ok=True)
         output = self.state_dir / "memory-service.out"
-        process = self._spawn(output)
-        # Our child, so it has to be reaped. Not by the event loop, whose child transports kill at their end.
-        threading.Thread(target=process.wait, name="memory-service-reaper", daemon=True).start()
+        words = ["--device", self._device.path, "--socket", str(self.socket), "--state-dir", str(self.state_dir)]
+        process = start_module("lull.vmm.service", words, output)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_SECONDS_MAX
         while True:
@@ -137,27 +133,10 @@ class MemoryServiceKeeper:
                 log.info("the memory service runs", device=self._device.device_id, pid=found.pid)
                 return found
             if process.poll() is not None or loop.time() > deadline:
-                raise MemoryServiceNotStarted(f"lull memory-service (pid {process.pid}) did not start: {_tail(output)}")
+                raise MemoryServiceNotStarted(
+                    f"lull memory-service (pid {process.pid}) did not start: {output_tail(output)}"
+                )
             await asyncio.sleep(_LOOK_SECONDS)
-
-    def _spawn(self, output: Path) -> subprocess.Popen[bytes]:
-        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            return subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "lull.vmm.service"),
-                    *("--device", self._device.path),
-                    *("--socket", str(self.socket)),
-                    *("--state-dir", str(self.state_dir)),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=descriptor,
-                stderr=descriptor,
-                start_new_session=True,
-                cwd="/",
-            )
-        finally:
-            os.close(descriptor)
 
     def _by_pid_file(self) -> ProcessIdentity | None:
         try:
@@ -193,10 +172,3 @@ def _shared(pool: dict[str, Any]) -> SharedPool:
     mapped_by = frozenset(int(pid) for pid in (*pool["reader_pids"], *pool["writer_pids"]))
     users = mapped_by | {int(pid) for pid in pool["parked_pids"]}
     return SharedPool(str(pool["name"]), int(pool["resident_bytes"]), users, mapped_by)
-
-
-def _tail(path: Path) -> str:
-    try:
-        return path.read_bytes()[-_OUTPUT_BYTES_MAX:].decode("utf-8", "replace").strip()
-    except FileNotFoundError:
-        return ""

@@ -31,6 +31,7 @@ from lull.agents.protocol.wire import (
     ReportsAnswer,
     StartAttempt,
 )
+from lull.scheduler.actions import MarkSilent
 from lull.scheduler.store import Store
 
 GIB = 2**30
@@ -207,3 +208,9 @@ class ModelAgent:
             await self.loan(order.loan_id, LoanEvent.CANARY_RIGHT, LoanState.CLOSED)
         else:
             await self.loan(order.loan_id, LoanEvent.GROUPS_EMPTY_WITHOUT_ENGINE, LoanState.CLOSED)
+
+
+async def silence(store: Store) -> None:
+    """The scheduler marks its only node as silent."""
+    [node] = (await store.load_snapshot(0.0)).nodes
+    assert await store.commit([MarkSilent(node.id, node.heard_count)], time.time()) == 1

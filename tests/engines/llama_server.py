@@ -11,7 +11,7 @@ import threading
 import time
 
 from tests.engines.child_model import ChildModel
-from tests.engines.plain_server import Memory, Replies, Reply, Request, StandIn, options_of, serve
+from tests.engines.plain_server import Memory, Replies, Reply, Request, StandIn, run
 
 
 class LlamaServer(StandIn):
@@ -105,10 +105,5 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-at-start", action="store_true")
 
 
-def main() -> None:
-    options = options_of(_flags)
-    serve(LlamaServer(options), options.port)
-
-
 if __name__ == "__main__":
-    main()
+    run(LlamaServer, _flags)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lull.vmm.errors import OutOfDeviceMemory
 from lull.vmm.tags import RestoreMode
-from tests.engines.plain_server import MIB, Memory, Replies, Reply, Request, StandIn, options_of, serve
+from tests.engines.plain_server import MIB, Memory, Replies, Reply, Request, StandIn, run
 
 TAGS = ("weights", "kv_cache")
 
@@ -84,14 +84,5 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=("pytorch", "turbomind"), default="pytorch")
 
 
-def main() -> None:
-    options = options_of(_flags)
-    try:
-        stand_in = LmdeployServer(options)
-    except OutOfDeviceMemory as error:
-        raise SystemExit(f"out of device memory: {error}") from error
-    serve(stand_in, options.port)
-
-
 if __name__ == "__main__":
-    main()
+    run(LmdeployServer, _flags)

@@ -7,7 +7,7 @@ import json
 import threading
 
 from tests.engines.child_model import ChildModel
-from tests.engines.plain_server import MIB, Memory, Replies, Reply, Request, StandIn, options_of, serve
+from tests.engines.plain_server import MIB, Memory, Replies, Reply, Request, StandIn, run
 
 
 class OllamaServer(StandIn):
@@ -81,9 +81,5 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-at-start", action="store_true")
 
 
-def main() -> None:
-    serve(OllamaServer(options := options_of(_flags)), options.port)
-
-
 if __name__ == "__main__":
-    main()
+    run(OllamaServer, _flags)

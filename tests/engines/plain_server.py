@@ -250,12 +250,23 @@ def options_of(*more: Callable[[argparse.ArgumentParser], Any]) -> argparse.Name
     return parser.parse_args()
 
 
-def main() -> None:
-    options = options_of()
+def made(make: Callable[[argparse.Namespace], StandIn], options: argparse.Namespace) -> StandIn:
+    """An engine that finds no room for its memory ends, and says so."""
     try:
-        stand_in = StandIn(options)
+        return make(options)
     except OutOfDeviceMemory as error:
         raise SystemExit(f"out of device memory: {error}") from error
+
+
+def run(make: Callable[[argparse.Namespace], StandIn], flags: Callable[[argparse.ArgumentParser], Any]) -> None:
+    """The whole of a stand-in's process, with the flags of its own."""
+    options = options_of(flags)
+    serve(made(make, options), options.port)
+
+
+def main() -> None:
+    options = options_of()
+    stand_in = made(StandIn, options)
     if stand_in.has_fault("ends_at_start"):
         raise SystemExit("CUDA error: out of memory")
     signal.signal(signal.SIGTERM, lambda *_: None if stand_in.has_fault("ignores_sigterm") else os._exit(0))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lull.vmm.errors import OutOfDeviceMemory
 from lull.vmm.tags import RestoreMode
-from tests.engines.plain_server import MIB, Memory, Replies, Reply, Request, StandIn, options_of, serve
+from tests.engines.plain_server import MIB, Memory, Replies, Reply, Request, StandIn, run
 
 TAGS = ("kv_cache", "weights", "cuda_graph")
 ADMIN_ROUTES = frozenset(
@@ -210,14 +210,5 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--health-seconds", type=float, default=20.0)
 
 
-def main() -> None:
-    options = options_of(_flags)
-    try:
-        stand_in = SglangServer(options)
-    except OutOfDeviceMemory as error:
-        raise SystemExit(f"out of device memory: {error}") from error
-    serve(stand_in, options.port)
-
-
 if __name__ == "__main__":
-    main()
+    run(SglangServer, _flags)

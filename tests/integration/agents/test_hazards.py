@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from lull.agents import attempt_run
-from lull.agents.engine_hand import CanaryFailed, EngineLost
 from lull.agents.engine_process import ENGINE_MARK
 from lull.agents.engines.http_call import call
-from lull.agents.errors import EngineTimedOut
+from lull.agents.errors import CanaryFailed, EngineLost, EngineTimedOut
 from lull.agents.processes import find_by_environ
 from lull.agents.protocol.loans import LoanStep
 from lull.agents.protocol.policy import EnginePolicy

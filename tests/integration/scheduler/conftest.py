@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from lull.agents.protocol.wire import OpenLoan
 from lull.scheduler.decide import decide
 from lull.scheduler.requests import JobRequest
 from lull.scheduler.store import Store
+from tests.model_agent import ModelAgent
 
 
 @pytest.fixture
@@ -40,3 +42,17 @@ def deciding(store: Store) -> Callable[..., Awaitable[int]]:
         return await store.commit(actions, now) if actions else 0
 
     return call
+
+
+@pytest.fixture
+async def running(
+    agent: ModelAgent, submit: Callable[..., Awaitable[str]], deciding: Callable[..., Awaitable[int]]
+) -> OpenLoan:
+    """A loan in which a job runs, on the ``agent`` of the test's own file."""
+    await submit()
+    await deciding()
+    order = await agent.one_order()
+    assert isinstance(order, OpenLoan)
+    await agent.lend(order)
+    await agent.run(order, order.attempts[0])
+    return order

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from lull.agents.protocol.wire import AttemptEnd, AttemptState, OpenLoan
-from lull.scheduler.actions import MarkSilent
 from lull.scheduler.errors import DuplicateIdentity, StaleIncarnation
 from lull.scheduler.lifecycle import JobState
 from lull.scheduler.store import Store
-from tests.model_agent import ModelAgent, device
+from tests.model_agent import ModelAgent, device, silence
 
 Submit = Callable[..., Awaitable[str]]
 Deciding = Callable[..., Awaitable[int]]
@@ -26,28 +24,12 @@ async def agent(store: Store) -> ModelAgent:
     return agent
 
 
-@pytest.fixture
-async def running(agent: ModelAgent, submit: Submit, deciding: Deciding) -> OpenLoan:
-    await submit()
-    await deciding()
-    order = await agent.one_order()
-    assert isinstance(order, OpenLoan)
-    await agent.lend(order)
-    await agent.run(order, order.attempts[0])
-    return order
-
-
 def clone_of(agent: ModelAgent) -> ModelAgent:
     """A virtual machine cloned with all that it has: the same machine-id and data directory, but another boot."""
     clone = copy.copy(agent)
     clone.loans, clone.attempts, clone.marks = dict(agent.loans), dict(agent.attempts), dict(agent.marks)
     clone.boot_id, clone.start_id = "boot of the clone", "start of the clone"
     return clone
-
-
-async def silent(store: Store) -> None:
-    [node] = (await store.load_snapshot(0.0)).nodes
-    assert await store.commit([MarkSilent(node.id, node.heard_count)], time.time()) == 1
 
 
 async def test_a_clone_of_a_live_node_is_refused_and_gets_nothing(
@@ -92,7 +74,7 @@ async def test_a_rebooted_node_is_taken_once_the_old_lease_is_over(
     rebooted = clone_of(agent)
     with pytest.raises(DuplicateIdentity, match="heard"):
         await rebooted.register()
-    await silent(store)
+    await silence(store)
     rebooted.loans, rebooted.attempts = {}, {}
     await rebooted.register()
     job = await store.get_job(running.attempts[0].job_id)
@@ -112,7 +94,7 @@ async def test_the_one_that_was_replaced_can_do_nothing_any_more(
 ) -> None:
     """The clone came while the original was cut off: the original is the one that is refused from then on."""
     clone = clone_of(agent)
-    await silent(store)
+    await silence(store)
     clone.marks["incarnation"] = (await clone.register()).incarnation
     with pytest.raises(StaleIncarnation):
         await agent.orders()
@@ -120,7 +102,7 @@ async def test_the_one_that_was_replaced_can_do_nothing_any_more(
         await agent.end(running, running.attempts[0], AttemptEnd.EXITED, exit_code=0)
     with pytest.raises(DuplicateIdentity, match="another boot"):
         await agent.register()
-    await silent(store)
+    await silence(store)
     with pytest.raises(DuplicateIdentity, match="older copy"):
         await agent.register()
     agent.journal_id = "a new one"  # as the error says

@@ -20,12 +20,11 @@ from lull.agents.protocol.wire import (
     RestartEngine,
     StopAttempt,
 )
-from lull.scheduler.actions import MarkSilent
 from lull.scheduler.errors import Conflict, IdempotencyMismatch, InvalidRequest, NotFound
 from lull.scheduler.lifecycle import JobState
 from lull.scheduler.sql.operator_verbs import Outcome
 from lull.scheduler.store import Store
-from tests.model_agent import GIB, ModelAgent, device, engine
+from tests.model_agent import GIB, ModelAgent, device, engine, silence
 
 Submit = Callable[..., Awaitable[str]]
 Deciding = Callable[..., Awaitable[int]]
@@ -36,22 +35,6 @@ async def agent(store: Store) -> ModelAgent:
     agent = ModelAgent(store, devices=[device("gpu", free=0)], engines=[engine("alpha", {"gpu": GIB})])
     await agent.register()
     return agent
-
-
-@pytest.fixture
-async def running(agent: ModelAgent, submit: Submit, deciding: Deciding) -> OpenLoan:
-    await submit()
-    await deciding()
-    order = await agent.one_order()
-    assert isinstance(order, OpenLoan)
-    await agent.lend(order)
-    await agent.run(order, order.attempts[0])
-    return order
-
-
-async def silence(store: Store) -> None:
-    [node] = (await store.load_snapshot(0.0)).nodes
-    assert await store.commit([MarkSilent(node.id, node.heard_count)], time.time()) == 1
 
 
 async def events(store: Store, type_: str) -> list[Any]:

@@ -7,7 +7,8 @@ import pytest
 
 from lull.vmm.host_driver import HostDriver
 from lull.vmm.pool import Pool
-from tests.memory import small_driver
+from lull.vmm.runtime import Runtime
+from tests.memory import GRANULE_BYTES, small_driver, write
 
 
 @pytest.fixture
@@ -22,3 +23,10 @@ def pool(driver: HostDriver) -> Iterator[Pool]:
     driver.clear_faults()
     pool.close()
     assert driver.free_bytes() == driver.capacity_bytes
+
+
+@pytest.fixture
+def runtime(pool: Pool) -> Runtime:
+    write(pool.allocate(GRANULE_BYTES, "model"), b"weights")
+    write(pool.allocate(GRANULE_BYTES, "kv_cache"), b"cache")
+    return Runtime(pool, drain_seconds_max=10)

@@ -32,13 +32,6 @@ from tests.waiting import wait_until
 RUNNING = MemoryStatus(MemoryState.RUNNING, ())
 
 
-@pytest.fixture
-def runtime(pool: Pool) -> Runtime:
-    write(pool.allocate(GRANULE_BYTES, "model"), b"weights")
-    write(pool.allocate(GRANULE_BYTES, "kv_cache"), b"cache")
-    return Runtime(pool, drain_seconds_max=10)
-
-
 def pool_of(runtime: Runtime, number: int = 0) -> Pool:
     pool = runtime.pools[number]
     assert isinstance(pool, Pool)

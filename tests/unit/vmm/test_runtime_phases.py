@@ -27,13 +27,6 @@ from tests.waiting import wait_until
 RUNNING = MemoryStatus(MemoryState.RUNNING, ())
 
 
-@pytest.fixture
-def runtime(pool: Pool) -> Runtime:
-    write(pool.allocate(GRANULE_BYTES, "model"), b"weights")
-    write(pool.allocate(GRANULE_BYTES, "kv_cache"), b"cache")
-    return Runtime(pool, drain_seconds_max=10)
-
-
 def parked(*tags: str) -> MemoryStatus:
     return MemoryStatus(MemoryState.PARKED, tags)
 
