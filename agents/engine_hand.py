@@ -8,32 +8,19 @@ A call that got no answer is never repeated blindly: the engine is looked at aga
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import structlog
 
 from . import canary
-from .engine_process import EngineProcess, listening_pid
-from .engines.base import Answer, EngineAdapter, Observation
-from .engines.ledger import Ledger
-from .engines.outside import EngineOutside
+from .engine_body import EngineBody
+from .engines.base import Answer, Observation
 from .errors import AgentError, CanaryFailed, EngineLost, EngineTimedOut
-from .gates.base import Gate
-from .memory_service import service_socket
-from .node import Node
-from .node_files import read_json, replace_json
 from .probe import DeviceFacts
-from .processes import descendants, identity, is_same
-from .protocol.capabilities import Capabilities, refusal
-from .protocol.engine_kinds import LOADS_AT_WAKE, MAY_END_AT_PARK, MODES_ARE_FLAGS, known_capabilities
 from .protocol.loans import LoanStep
 from .protocol.policy import EnginePolicy
-from .protocol.wire import EngineChanged, EngineState, GateState, ProcessIdentity, Reason
-from .settings import EngineSettings
+from .protocol.wire import EngineState, GateState
 
 log = structlog.get_logger(__name__)
 
@@ -45,166 +32,10 @@ _ROOM_ALERT_SECONDS: Final = 10.0
 _GOLDEN_KEPT_MAX: Final = 8
 
 StepSink = Callable[[LoanStep, dict[str, Any]], None]
-MakeAdapter = Callable[[EngineSettings, Ledger, EngineOutside], EngineAdapter]
 
 
-class EngineHand:
+class EngineHand(EngineBody):
     """One engine with its process, its adapter and its gate."""
-
-    def __init__(
-        self, node: Node, engine_id: str, settings: EngineSettings, make_adapter: MakeAdapter, gate: Gate
-    ) -> None:
-        self.node = node
-        self.engine_id = engine_id
-        self.settings = settings
-        self.gate = gate
-        self.hand = asyncio.Lock()
-        directory = Path(node.settings.data_dir) / "engines" / settings.name
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.adapter = make_adapter(settings, Ledger(directory / "ledger.json", lambda: self.incarnation), self)
-        self.capabilities: Capabilities | None = None
-        self._probed: str | None = None  # the incarnation that they were asked of
-        self.device_ids = [
-            device.device_id for device in node.devices.values() if device.index in settings.device_indexes
-        ]
-        socket = service_socket(Path(node.settings.data_dir), self.device_ids[0])
-        self.process = None if settings.command is None else EngineProcess(directory, engine_id, settings, socket)
-        self._facts_path = directory / "facts.json"
-        self.data = read_json(self._facts_path)
-        kept = None if settings.policy_locked else node.journal.policy(engine_id)
-        self.policy_version, self.policy = (0, settings.policy) if kept is None else kept
-        self.state = EngineState.GONE
-        self.gate_state = GateState.UNKNOWN
-        self.verified = False
-        self.reason: Reason | None = None
-        self.device_bytes: dict[str, int] = {}
-        self._attached: ProcessIdentity | None = None
-        self._reported: EngineChanged | None = None
-        node.owners.engines[engine_id] = self.pids
-
-    # ---- what it is ---------------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        return self.settings.name
-
-    @property
-    def footprint(self) -> dict[str, int]:
-        """Bytes by device that the engine held when it last ran and was right, as it is configured now."""
-        if self.data.get("footprint_of") != self._settings_key():
-            return {}
-        return {str(key): int(value) for key, value in self.data.get("footprint", {}).items()}
-
-    @property
-    def process_identity(self) -> ProcessIdentity | None:
-        if self.process is not None:
-            return self.process.process if self.process.alive else None
-        if self._attached is None or not is_same(self._attached):
-            pid = listening_pid(int(self.settings.url.rsplit(":", 1)[1]))
-            self._attached = None if pid is None else identity(pid)
-        return self._attached
-
-    @property
-    def incarnation(self) -> str | None:
-        process = self.process_identity
-        return None if process is None else f"{process.boot_id}:{process.pid}:{process.start_ticks}"
-
-    def pids(self) -> set[int]:
-        process = self.process_identity
-        return set() if process is None else {process.pid, *descendants(process.pid)}
-
-    async def held_bytes(self) -> dict[str, int]:
-        return self.bytes_on(await self.node.look())
-
-    def bytes_on(self, facts: dict[str, DeviceFacts]) -> dict[str, int]:
-        pids = self.pids()
-        return {device_id: facts[device_id].bytes_of(pids) for device_id in self.device_ids}
-
-    def verified_now(self) -> bool:
-        """The process that runs is the one whose answer was right since its last park."""
-        now = self.incarnation
-        return now is not None and self.data.get("verified") == now and self.data.get("condemned") != now
-
-    def released(self) -> None:
-        """Written down before the engine may park, and whenever it is seen not to run: its answers are to be proved."""
-        self.remember(verified=None, released=self.incarnation)
-
-    def may_give_golden(self) -> bool:
-        """A process that has never parked answers as it was built to; another one would be its own witness."""
-        return self.settings.kind in LOADS_AT_WAKE or self.data.get("released") != self.incarnation
-
-    def is_lost_while_parked(self) -> bool:
-        return self.process_identity is None and self.settings.kind not in MAY_END_AT_PARK
-
-    async def probe(self) -> None:
-        """Asks a process that was not asked yet what it can do. Raises what the adapter does."""
-        now = self.incarnation
-        if now is not None and self._probed != now:
-            self.capabilities = await self.adapter.capabilities()
-            self._probed = now
-
-    def forget_capabilities(self) -> None:
-        self._probed = None
-
-    def refusal(self, policy: EnginePolicy) -> str | None:
-        """Why this engine cannot honour ``policy``, by what it said itself, else by what its kind can at best."""
-        return refusal(self.capabilities or known_capabilities(self.settings.kind), policy)
-
-    def in_effect(self, policy: EnginePolicy) -> bool:
-        """The restore modes of ``policy`` hold now; an engine that takes them with every park has any."""
-        wanted = {tag: str(mode) for tag, mode in policy.restore_modes.items()}
-        return not MODES_ARE_FLAGS[self.settings.kind] or self.modes_in_effect() == wanted
-
-    def modes_in_effect(self) -> dict[str, str]:
-        if self.process is not None and self.process.restore_modes:
-            return self.process.restore_modes
-        return {tag: str(mode) for tag, mode in self.policy.restore_modes.items()}
-
-    def remember(self, **values: Any) -> None:
-        """Writes facts about the engine that the next agent needs."""
-        self.data = {**self.data, **values}
-        try:
-            # All but the golden answers is about processes that a power cut ends as well.
-            replace_json(self._facts_path, self.data, flush="golden" in values)
-        except OSError as error:
-            # This agent still knows; the next one finds an engine that is not verified, and proves it again.
-            log.error("facts about an engine could not be kept", engine=self.name, error=str(error))
-            if values.get("verified", "") is None:
-                raise  # the old file would call it verified: nothing may be released then
-
-    def changed(self) -> EngineChanged:
-        process = self.process_identity
-        return EngineChanged(
-            engine_id=self.engine_id,
-            name=self.name,
-            engine_kind=self.settings.kind,
-            models=self.settings.models,
-            device_ids=self.device_ids,
-            supervised=self.process is not None,
-            state=self.state,
-            gate=self.gate_state,
-            verified=self.verified,
-            incarnation=self.incarnation,
-            device_bytes=self.device_bytes,
-            residual_bytes={str(key): int(value) for key, value in self.data.get("residual", {}).items()},
-            policy_version=self.policy_version,
-            processes={} if process is None else {"engine": process},
-            endpoint=f"http://{self.node.settings.gateway.listen}",
-            reason=self.reason,
-            capabilities=self.capabilities,
-        )
-
-    def report(self) -> None:
-        """Reports the engine if anything about it changed since the last report."""
-        now = self.changed()
-        if now != self._reported:
-            self._reported = now
-            self.node.journal.report(now)
-            self.node.on_change()
-
-    def set_state(self, state: EngineState) -> None:
-        self.state = state
-        self.report()
 
     # ---- room, wake -------------------------------------------------------------------------------------------
 
@@ -357,15 +188,8 @@ class EngineHand:
 
     # ---- the canary -------------------------------------------------------------------------------------------
 
-    def _settings_key(self, *more: Any) -> str:
-        """What golden answers and footprints belong to: how the engine is configured, restore modes left out."""
-        settings = self.settings
-        value = [settings.kind, settings.url, settings.command, settings.env, settings.models, settings.device_indexes]
-        value += [settings.vllm.loras] if settings.vllm.loras else []
-        return hashlib.sha256(json.dumps([value, *more]).encode()).hexdigest()
-
     def _config_key(self, policy: EnginePolicy) -> str:
-        return self._settings_key(None if policy.canary == "off" else [policy.canary.prompt, policy.canary.tokens])
+        return self.settings_key(None if policy.canary == "off" else [policy.canary.prompt, policy.canary.tokens])
 
     def has_golden(self, policy: EnginePolicy | None = None) -> bool:
         policy = policy or self.policy
@@ -417,7 +241,7 @@ class EngineHand:
             condemned=None,
             released=None,
             footprint=self.device_bytes,
-            footprint_of=self._settings_key(),
+            footprint_of=self.settings_key(),
             shared=self._shared_names(),
         )
         step(LoanStep.VERIFIED, {})

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import structlog
 
-from .engine_hand import POLL_SECONDS_FIRST, POLL_SECONDS_MAX, EngineHand, MakeAdapter, StepSink
+from .engine_body import MakeAdapter
+from .engine_hand import POLL_SECONDS_FIRST, POLL_SECONDS_MAX, EngineHand, StepSink
 from .engine_process import EngineWillNotDie
 from .engines.base import Observation
 from .errors import AgentError, EngineLost
