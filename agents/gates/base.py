@@ -59,6 +59,8 @@ class Gate(Protocol):
         """Makes the engine known. A new route is closed; an existing one keeps its state."""
         ...
 
+    # Since the gate was last closed: from the coming of the first request that had waited to its first byte.
+    first_byte_seconds: float | None = None
     async def remove_route(self, engine_id: str) -> None:
         """Forgets the engine; an engine that is not known is no error. GateRefused while requests are in flight."""
         ...

@@ -54,6 +54,7 @@ class _RouteDocument(BaseModel):
     refused_total: int
     failed_total: int
     disconnected_total: int
+    first_byte_seconds: float | None = None  # a gateway that is older than its agent does not tell
 
     def observation(self) -> GateObservation:
         return GateObservation(**self.model_dump(exclude={"engine_id"}))
@@ -119,6 +120,14 @@ class GatewayGate:
             in_flight = _in_flight(await self._call("GET", path, wait_seconds=wait_seconds))
             if in_flight == 0 or loop.time() >= deadline:
                 return in_flight
+
+    async def wait_wanted(self, engine_id: str, seconds: float, after: int | None) -> GateObservation:
+        """Waits until a request waits here or more than ``after`` have come, at most ``seconds``. GateRefused by a
+        gateway that is older than its agent."""
+        wait_seconds = min(seconds, _POLL_SECONDS_MAX)
+        more = "" if after is None else f"&after={after}"
+        path = f"{_path(engine_id, '/wanted')}?seconds={math.ceil(wait_seconds * 1000) / 1000}{more}"
+        return _parse(_RouteDocument, await self._call("GET", path, wait_seconds=wait_seconds)).observation()
 
     async def abort(self, engine_id: str) -> None:
         await self._call("POST", _path(engine_id, "/abort"))

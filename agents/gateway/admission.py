@@ -67,17 +67,20 @@ class AdmissionView:
     failed_total: int
     disconnected_total: int
     last_request_seconds_ago: float | None
+    # Since the gate was last closed: from the coming of the first request that had waited to its first byte.
+    first_byte_seconds: float | None = None
 
 
 class Ticket:
     """One request's place at the gate. ``on_change`` is called once, when it stops being held."""
 
-    __slots__ = ("arrived_at", "on_change", "outcome", "refusal", "state")
+    __slots__ = ("arrived_at", "has_waited", "on_change", "outcome", "refusal", "state")
 
     def __init__(self, arrived_at: float, on_change: Callable[[], None]) -> None:
         self.arrived_at = arrived_at
         self.on_change = on_change
         self.state = TicketState.HELD
+        self.has_waited = False
         self.refusal: Refusal | None = None
         self.outcome: Outcome | None = None
 
@@ -92,6 +95,8 @@ class Admission:
         self._held: dict[Ticket, None] = {}  # in order of arrival
         self._being_sent: Ticket | None = None  # the released ticket for which the next one waits
         self._when_idle: dict[Callable[[], None], None] = {}
+        self._when_wanted: dict[Callable[[], None], None] = {}
+        self._first_byte_seconds: float | None = None
         self._counts: dict[Outcome | Refusal, int] = {}
         self._requests_total = 0
         self._last_request_at: float | None = None
@@ -118,10 +123,16 @@ class Admission:
             self._refuse(ticket, Refusal.HOLD_FULL)
         else:
             self._held[ticket] = None
+        if not self.is_open:
+            waiting, self._when_wanted = self._when_wanted, {}
+            for callback in waiting:
+                callback()
         return ticket
 
     def close(self, terms: Terms) -> int:
         """Closes the gate (or changes the terms of a closed one) and returns how many requests are in flight."""
+        if self.is_open:
+            self._first_byte_seconds = None
         self.is_open = False
         self.terms = terms
         if terms.gate == "refuse":
@@ -181,6 +192,20 @@ class Admission:
         self._when_idle[callback] = None
         return lambda: self._when_idle.pop(callback, None)
 
+    def first_byte(self, ticket: Ticket, now: float) -> None:
+        """The first byte of the engine's answer is with the client; the first that had waited is remembered."""
+        if ticket.has_waited and self._first_byte_seconds is None and self.is_open:
+            self._first_byte_seconds = now - ticket.arrived_at
+
+    def is_wanted(self, after: int | None) -> bool:
+        """A request waits here, or more than ``after`` have come in all: those of a gate that refuses do not wait."""
+        return bool(self._held) or (after is not None and self._requests_total > after)
+
+    def when_wanted(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Calls ``callback`` once, when the next request comes to the closed gate; the result takes it back."""
+        self._when_wanted[callback] = None
+        return lambda: self._when_wanted.pop(callback, None)
+
     def view(self, now: float) -> AdmissionView:
         oldest = next(iter(self._held), None)
         quiet_seconds = None if self._last_request_at is None else max(0.0, now - self._last_request_at)
@@ -196,6 +221,7 @@ class Admission:
             failed_total=self._counts.get(Outcome.FAILED, 0),
             disconnected_total=self._counts.get(Outcome.DISCONNECTED, 0),
             last_request_seconds_ago=0.0 if self.in_flight else quiet_seconds,
+            first_byte_seconds=self._first_byte_seconds,
         )
 
     def _release_next(self) -> None:
@@ -203,6 +229,7 @@ class Admission:
             ticket = next(iter(self._held))
             del self._held[ticket]
             self._being_sent = ticket
+            ticket.has_waited = True
             self._admit(ticket)
             ticket.on_change()
 

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -67,6 +67,7 @@ class Control:
         app.router.add_post("/routes/{engine_id}/close", self._close)
         app.router.add_post("/routes/{engine_id}/open", self._open)
         app.router.add_get("/routes/{engine_id}/drained", self._drained)
+        app.router.add_get("/routes/{engine_id}/wanted", self._wanted)
         app.router.add_post("/routes/{engine_id}/abort", self._abort)
         return app
 
@@ -115,30 +116,43 @@ class Control:
         return web.json_response(_document(route))
 
     async def _drained(self, request: web.Request) -> web.Response:
-        text = request.query.get("seconds", "30")
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = math.nan
-        if not 0 <= seconds <= DRAIN_POLL_SECONDS_MAX:
-            raise Problem(
-                400, "bad_seconds", f"seconds: {text[:50]!r} is not a number from 0 to {DRAIN_POLL_SECONDS_MAX:g}."
-            )
         route = self._route(request)
-        waiting = asyncio.ensure_future(route.wait_idle(seconds))
+        await self._unless_stopping(route.wait_idle(_seconds_of(request)))
+        return web.json_response({"state": route.view().state, "in_flight": route.admission.in_flight})
+
+    async def _wanted(self, request: web.Request) -> web.Response:
+        route, text = self._route(request), request.query.get("after", "")
+        if text and not (text.isdecimal() and len(text) < 19):
+            raise Problem(400, "bad_after", f"after: {text[:50]!r} is not a number of requests.")
+        await self._unless_stopping(route.wait_wanted(_seconds_of(request), int(text) if text else None))
+        return web.json_response(_document(route))
+
+    async def _unless_stopping(self, wait: Coroutine[Any, Any, Any]) -> None:
+        waiting = asyncio.ensure_future(wait)
         stopping = asyncio.ensure_future(self.stopping.wait())
         try:
             await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             waiting.cancel()
             stopping.cancel()
-        return web.json_response({"state": route.view().state, "in_flight": route.admission.in_flight})
 
     async def _abort(self, request: web.Request) -> web.Response:
         route = self._route(request)
         aborted = route.abort()
         _log.warning("engine %s: %d requests aborted", route.engine_id, aborted)
         return web.json_response({"aborted": aborted, "in_flight": route.admission.in_flight})
+
+
+def _seconds_of(request: web.Request) -> float:
+    text = request.query.get("seconds", "30")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= DRAIN_POLL_SECONDS_MAX:
+        detail = f"seconds: {text[:50]!r} is not a number from 0 to {DRAIN_POLL_SECONDS_MAX:g}."
+        raise Problem(400, "bad_seconds", detail)
+    return seconds
 
 
 def _document(route: Route) -> dict[str, Any]:

@@ -225,6 +225,10 @@ class Exchange:
         self._pace.cancel()
         self._admission.sent(self._ticket)
 
+    def first_byte(self) -> None:
+        """The client has the first byte of the answer."""
+        self._admission.first_byte(self._ticket, time.monotonic())
+
     async def answer(self, url: URL, headers: CIMultiDict[str], body: bytes) -> aiohttp.ClientResponse:
         """The head of the engine's answer; NotSent or EngineLost otherwise. Cancelling it stops nothing."""
 

@@ -380,8 +380,12 @@ async def _relay(
     loop = asyncio.get_running_loop()
     watched_at = loop.time()
     silence_seconds = (watch.when() or watched_at) - watched_at
+    first = True
     async for chunk in answer.content.iter_any():
         await out.write(chunk)
+        if first:
+            first = False
+            exchange.first_byte()
         # An abort has set the watch to now: that stays.
         if (now := loop.time()) - watched_at > _WATCH_STEP_SECONDS and not (exchange.aborted or watch.expired()):
             watched_at = now

@@ -145,6 +145,20 @@ class Route:
                 forget()
         return self.admission.in_flight
 
+    async def wait_wanted(self, seconds_max: float, after: int | None) -> None:
+        """Returns once a request waits at the gate or more than ``after`` have come, or after ``seconds_max``."""
+        deadline = time.monotonic() + seconds_max
+        while not self.admission.is_wanted(after) and (left := deadline - time.monotonic()) > 0:
+            wanted = asyncio.Event()
+            forget = self.admission.when_wanted(wanted.set)
+            try:
+                async with asyncio.timeout(left):
+                    await wanted.wait()
+            except TimeoutError:
+                break
+            finally:
+                forget()
+
     def view(self) -> AdmissionView:
         return self.admission.view(time.monotonic())
 

@@ -185,3 +185,52 @@ def test_all_held_are_refused_when_nobody_will_open_again(reason: Refusal) -> No
     door.admission.refuse_held(reason)
     assert {ticket.refusal for ticket in door.tickets} == {reason}
     assert door.told == [0, 1]
+
+
+def test_the_first_that_waited_tells_when_its_first_byte_came() -> None:
+    door = Door()
+    first, second = door.arrive(1.0), door.arrive(2.0)
+    door.admission.open()
+    late = door.arrive(5.0)
+    door.admission.sent(first)
+    door.admission.first_byte(second, 7.5)
+    door.admission.first_byte(first, 8.0)
+    door.admission.first_byte(late, 8.5)
+    assert door.admission.view(9.0).first_byte_seconds == 5.5
+    door.admission.open()
+    assert door.admission.view(9.0).first_byte_seconds == 5.5
+    door.admission.close(Terms())
+    assert door.admission.view(9.0).first_byte_seconds is None
+    door.admission.first_byte(first, 9.5)  # of an opening that is over
+    assert door.admission.view(9.5).first_byte_seconds is None
+
+
+def test_one_that_did_not_wait_tells_no_first_byte() -> None:
+    door = Door()
+    door.admission.open()
+    door.admission.first_byte(door.arrive(1.0), 2.0)
+    assert door.admission.view(2.0).first_byte_seconds is None
+
+
+def test_a_closed_gate_tells_that_it_is_wanted() -> None:
+    door = Door()
+    calls: list[str] = []
+    door.admission.open()
+    door.admission.when_wanted(lambda: calls.append("kept"))
+    door.arrive()
+    door.admission.close(Terms())
+    assert not door.admission.is_wanted(1)
+    assert calls == []
+    door.admission.when_wanted(lambda: calls.append("taken back"))()
+    door.arrive()
+    assert calls == ["kept"]
+    assert door.admission.is_wanted(None)
+
+
+def test_a_gate_that_refuses_is_wanted_once_more_have_come() -> None:
+    door = Door(gate="refuse")
+    before = door.admission.view(0.0).requests_total
+    door.arrive()
+    assert not door.admission.is_wanted(None)
+    assert door.admission.is_wanted(before)
+    assert not door.admission.is_wanted(before + 1)
