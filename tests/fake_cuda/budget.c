@@ -15,48 +15,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define ROWS_MAX 4096
-#define MAGIC 0x4c554c4c46414b45ULL
-
-typedef struct {
-    uint64_t key, nbytes, start_ticks;
-    int32_t pid, device, references, unused;
-} Row;
-
-typedef struct {
-    uint64_t magic, next_key;
-    uint64_t capacity_bytes[DEVICES_MAX];
-    int32_t devices, unused;
-    Row rows[ROWS_MAX];
-} Budget;
-
 static Budget *budget;
 static int budget_fd = -1;
 static uint64_t own_start_ticks;
+/* What CUDA_VISIBLE_DEVICES makes of the machine's devices: everything outside this file counts by ordinals. */
+static int visible[DEVICES_MAX], visible_count;
 /* flock is between processes, the mutex between our threads. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-
-/* Field 22 of /proc/PID/stat: a pid may be used again, a pid with its start time is not. 0: the process is gone. */
-static uint64_t start_ticks_of(int pid)
-{
-    char path[64], text[1024];
-    snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return 0;
-    ssize_t length = read(fd, text, sizeof text - 1);
-    close(fd);
-    if (length <= 0) return 0;
-    text[length] = 0;
-    char *field = strrchr(text, ')'); /* the name before it may hold anything */
-    if (!field || field[1] != ' ' || field[2] == 'Z' || field[2] == 'X') return 0; /* a zombie holds no memory */
-    field += 2;
-    for (int number = 3; number < 22; number++) {
-        field = strchr(field, ' ');
-        if (!field) return 0;
-        field++;
-    }
-    return strtoull(field, NULL, 10);
-}
 
 static void lock_budget(void)
 {
@@ -76,8 +41,46 @@ static void begin_budget(void)
     if (budget->devices > DEVICES_MAX) budget->devices = DEVICES_MAX;
     for (int device = 0; device < DEVICES_MAX; device++)
         budget->capacity_bytes[device] = environment_number("FAKE_CUDA_CAPACITY_BYTES", 64 << 20);
+    budget->slices = (int32_t)environment_number("FAKE_CUDA_SLICES", 0);
+    if (budget->slices >= budget->devices) budget->slices = budget->devices > 0 ? budget->devices - 1 : 0;
     budget->next_key = 1;
     budget->magic = MAGIC;
+}
+
+static void see(int device)
+{
+    for (int i = 0; i < visible_count; i++)
+        if (visible[i] == device) return;
+    visible[visible_count++] = device;
+}
+
+/* As the CUDA Programming Guide says of CUDA_VISIBLE_DEVICES: ordinals, or UUIDs by a prefix; the first word that means
+ * nothing ends the list. A GPU in MIG mode is not there itself; of its slices a process sees the first, or a named one. */
+static void choose_visible(void)
+{
+    const char *list = getenv("CUDA_VISIBLE_DEVICES");
+    int whole = budget->devices - budget->slices;
+    visible_count = 0;
+    if (!list) {
+        for (int device = budget->slices ? 1 : 0; device < whole; device++) see(device);
+        if (budget->slices) see(whole);
+        return;
+    }
+    while (*list) {
+        size_t length = strcspn(list, ",");
+        int found = -1;
+        char *end;
+        long ordinal = strtol(list, &end, 10);
+        if (end == list + length && end != list && ordinal >= 0 && ordinal < whole) found = (int)ordinal;
+        for (int device = 0; device < budget->devices && found < 0; device++) {
+            char uuid[UUID_BYTES];
+            write_uuid(budget, device, uuid);
+            if (length > 4 && !strncmp(list, uuid, length)) found = device;
+        }
+        if (found < 0 || (found == 0 && budget->slices)) return;
+        see(found);
+        list += length + (list[length] == ',');
+    }
 }
 
 /* 0: opened. Without FAKE_CUDA_STATE this machine has no device. */
@@ -99,6 +102,7 @@ int budget_open(void)
         budget = mapped;
         own_start_ticks = start_ticks_of(getpid());
         if (budget->magic != MAGIC) begin_budget();
+        choose_visible();
     }
     unlock_budget();
     if (budget) return 0;
@@ -171,18 +175,35 @@ static CUresult hold_locked(int device, uint64_t nbytes, uint64_t key)
 
 int budget_devices(void)
 {
-    return budget ? budget->devices : 0;
+    return budget ? visible_count : 0;
+}
+
+int budget_physical(int device)
+{
+    return visible[device];
+}
+
+int budget_ordinal(int physical)
+{
+    for (int device = 0; device < visible_count; device++)
+        if (visible[device] == physical) return device;
+    return -1;
+}
+
+int budget_is_slice(int device)
+{
+    return is_slice(budget, visible[device]);
 }
 
 uint64_t budget_capacity_bytes(int device)
 {
-    return budget->capacity_bytes[device];
+    return budget->capacity_bytes[visible[device]];
 }
 
 uint64_t budget_free_bytes(int device)
 {
     lock_budget();
-    uint64_t nbytes = free_bytes_locked(device);
+    uint64_t nbytes = free_bytes_locked(visible[device]);
     unlock_budget();
     return nbytes;
 }
@@ -191,9 +212,9 @@ CUresult budget_charge(int device, uint64_t nbytes, uint64_t *key)
 {
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
     lock_budget();
-    if (nbytes <= free_bytes_locked(device)) {
+    if (nbytes <= free_bytes_locked(visible[device])) {
         *key = budget->next_key++;
-        result = hold_locked(device, nbytes, *key);
+        result = hold_locked(visible[device], nbytes, *key);
     }
     unlock_budget();
     return result;
@@ -202,7 +223,7 @@ CUresult budget_charge(int device, uint64_t nbytes, uint64_t *key)
 CUresult budget_hold(int device, uint64_t nbytes, uint64_t key)
 {
     lock_budget();
-    CUresult result = hold_locked(device, nbytes, key);
+    CUresult result = hold_locked(visible[device], nbytes, key);
     unlock_budget();
     return result;
 }

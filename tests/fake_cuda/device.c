@@ -105,7 +105,7 @@ CUresult cuDeviceGetName(char *name, int length, CUdevice device)
     ENTER(NEEDS_INIT);
     if (!device_at(device) || length <= 0) return CUDA_ERROR_INVALID_VALUE;
     memset(name, 0, (size_t)length);
-    snprintf(name, (size_t)length, "Fake GPU %d", device);
+    snprintf(name, (size_t)length, budget_is_slice(device) ? "Fake GPU MIG %d" : "Fake GPU %d", budget_physical(device));
     return CUDA_SUCCESS;
 }
 
@@ -115,7 +115,7 @@ CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
     ENTER(NEEDS_INIT);
     if (!device_at(device)) return CUDA_ERROR_INVALID_DEVICE;
     *uuid = (CUuuid){"fake-gpu"};
-    uuid->bytes[15] = (unsigned char)device;
+    uuid->bytes[15] = (unsigned char)budget_physical(device);
     return CUDA_SUCCESS;
 }
 

@@ -5,9 +5,8 @@
  * Locks, in the order in which they may nest: streams, memory, budget. The control lock nests in nothing. */
 #pragma once
 
+#include "budget.h"
 #include "cuda_abi.h"
-
-#define DEVICES_MAX 8
 
 typedef enum { ANYTIME, NEEDS_INIT, NEEDS_CONTEXT } Needs;
 
@@ -44,7 +43,10 @@ void devices_reset(void);
 /* budget.c: who holds how much of which device, over all processes that share the state folder. */
 int budget_open(void);
 void budget_close(void);
-int budget_devices(void);
+int budget_devices(void); /* that this process may see */
+int budget_physical(int device);
+int budget_ordinal(int physical); /* -1: this process does not see it */
+int budget_is_slice(int device);
 uint64_t budget_capacity_bytes(int device);
 uint64_t budget_free_bytes(int device);
 CUresult budget_charge(int device, uint64_t nbytes, uint64_t *key); /* a new key, held once by this process */

@@ -22,6 +22,7 @@ class NewFakeCuda(Protocol):
         export: str = "fd",
         pin: bool = True,
         context_granules: int = 0,
+        slices: int = 0,
     ) -> FakeCuda: ...
 
 

@@ -64,8 +64,11 @@ def environment(
     export: str = "fd",
     pin: bool = True,
     context_granules: int = 0,
+    slices: int = 0,
 ) -> dict[str, str]:
-    """What a process needs to see devices of ``granules`` each. Processes with one ``state`` folder share them."""
+    """What a process needs to see devices of ``granules`` each. Processes with one ``state`` folder share them.
+
+    The last ``slices`` of the ``devices`` are MIG slices of the first."""
     return {
         "LD_LIBRARY_PATH": str(build()),
         "FAKE_CUDA_STATE": str(state),
@@ -77,6 +80,7 @@ def environment(
         "FAKE_CUDA_EXPORT": export,
         "FAKE_CUDA_PIN": str(int(pin)),
         "FAKE_CUDA_CONTEXT_BYTES": str(context_granules * granule_bytes),
+        "FAKE_CUDA_SLICES": str(slices),
     }
 
 

@@ -230,7 +230,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t nbytes, const 
     CUresult result = budget_charge(device, nbytes, &key);
     if (result) return result;
     char name[64];
-    snprintf(name, sizeof name, "fake-cuda:%d:%llu", device, (unsigned long long)key);
+    snprintf(name, sizeof name, "fake-cuda:%d:%llu", budget_physical(device), (unsigned long long)key);
     int fd = memfd_create(name, MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, (off_t)nbytes) ||
         !(*handle = add_handle(fd, device, prop->requestedHandleTypes, nbytes, key))) {
@@ -384,7 +384,8 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, vo
     int device;
     struct stat status;
     CUresult result = CUDA_ERROR_INVALID_VALUE;
-    if (sscanf(name, "/memfd:fake-cuda:%d:%llu", &device, &key) == 2 && device_at(device) && !fstat(fd, &status))
+    if (sscanf(name, "/memfd:fake-cuda:%d:%llu", &device, &key) == 2 && (device = budget_ordinal(device)) >= 0 &&
+        !fstat(fd, &status))
         result = budget_hold(device, (uint64_t)status.st_size, key);
     if (!result && (*handle = add_handle(fd, device, type, (uint64_t)status.st_size, key))) return CUDA_SUCCESS;
     close(fd);
