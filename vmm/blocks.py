@@ -36,11 +36,12 @@ class Block:
     backup: Backup | None = None
     digest: bytes | None = None  # of the clean backup, where changes of it are looked for
     in_doubt: bool = False  # a release raised: the handle may be gone
+    dropped: bool = False  # parked without its contents this once, whatever its mode
     leaving: bool = False  # being freed: no part of any park or wake, even if freeing it failed
 
     @property
     def keeps_contents(self) -> bool:
-        return self.allocation.mode in KEEPS_CONTENTS
+        return self.allocation.mode in KEEPS_CONTENTS and not self.dropped
 
     @property
     def has_clean_backup(self) -> bool:

@@ -260,14 +260,20 @@ class Pool:
 
     # -- park
 
-    def release(self, tags: Iterable[str]) -> None:
+    def release(self, tags: Iterable[str], *, drop: Iterable[str] = ()) -> None:
         """Parks the tags that are not parked. One without memory is parked too: it gets none until it is woken."""
-        self.prepare_release(tags)
+        self.prepare_release(tags, drop=drop)
         self.commit_release()
 
-    def prepare_release(self, tags: Iterable[str]) -> None:
-        """Backs up the tags that are not parked. Then commit_release or abort_release must follow."""
+    def prepare_release(self, tags: Iterable[str], *, drop: Iterable[str] = ()) -> None:
+        """Backs up the tags that are not parked. Then commit_release or abort_release must follow.
+
+        Those of ``drop`` lose their contents this once, whatever their mode, and the backups that they had.
+        """
+        dropped = frozenset(require_tags(drop, "drop"))
         transition = self._begin(Phase.RELEASE, tags, parked=False)
+        for block in transition.blocks:
+            block.dropped = block.allocation.tag in dropped
         try:
             with transition.timed():
                 self._back_up(transition)
@@ -304,11 +310,17 @@ class Pool:
             except BaseException as error:
                 self._undo_commit_release(transition, error)
                 raise
+        for block in transition.blocks:
+            if block.dropped:
+                block.free_backup()
         self._table.note_parked(transition)
         self._end(transition)
 
     def _undo_commit_release(self, transition: Transition, error: BaseException) -> None:
-        """Takes the memory again that was given back; from the backups, which are all good."""
+        """Takes the memory again that was given back; from the backups, which are all good. What was dropped has
+        none: where it went already, it is lost."""
+        for block in transition.blocks:
+            block.dropped = False
         try:
             self._restore(transition)
         except Exception as second:
@@ -319,6 +331,7 @@ class Pool:
 
     def _end_release_undone(self, transition: Transition) -> None:
         for block in transition.blocks:
+            block.dropped = False
             block.settle_backup()
         self._end(transition)
 
@@ -351,6 +364,7 @@ class Pool:
     def commit_resume(self) -> None:
         transition = self._table.require_phase(Phase.RESUME_PREPARED)
         for block in transition.blocks:
+            block.dropped = False
             block.settle_backup()
             if self._release_host_after_wake:
                 block.free_backup()
