@@ -13,6 +13,11 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
 from .capabilities import Capabilities
 from .loans import LoanEvent, LoanState, LoanStep
+from .parking import HostPressure as HostPressure
+from .parking import RequestAnswered as RequestAnswered
+from .parking import WithoutJob as WithoutJob
+from .plans import Learned as Learned
+from .plans import Plan as Plan
 from .policy import EnginePolicy
 from .words import AttemptEnd as AttemptEnd
 from .words import AttemptState as AttemptState
@@ -58,6 +63,10 @@ class OpenLoan(Message):
     expects_more: bool = True  # see ExpectWork
     # The same where jobs or devices differ: a device without an entry has to show nothing. None: `need_bytes` rules.
     need_bytes_by_device: dict[str, int] | None = None
+    # By engine id: just this is released of it. An engine without an entry is parked as its whole policy says.
+    plans: dict[str, Plan] = Field(default_factory=dict[str, Plan])
+    # An agent that does not know it ends the loan at once, since nothing is left to run: nobody is stranded.
+    without_job: WithoutJob | None = None
 
 
 class StartAttempt(Message):
@@ -247,6 +256,8 @@ class EngineChanged(Message):
     endpoint: str | None = None  # where clients reach it: the gate, never the engine itself
     reason: Reason | None = None
     capabilities: Capabilities | None = None  # None: it was not asked yet
+    learned: Learned | None = None  # what its parks were seen to do; None: this agent does not tell
+    pressure: HostPressure | None = None  # its policy wants it parked now
 
 
 class DeviceProcess(Message):
