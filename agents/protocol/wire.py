@@ -314,6 +314,7 @@ class OrderAnswer(Message):
 Report = Annotated[
     LoanChanged
     | LoanStepTaken
+    | RequestAnswered
     | AttemptChanged
     | EngineChanged
     | DeviceObserved
