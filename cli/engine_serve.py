@@ -21,7 +21,8 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 9001,
     device: Annotated[
-        Path | None, typer.Option(help="Directory of the host-memory device. [default: $LULL_HOST_DEVICE]")
+        str | None,
+        typer.Option(help="Directory of the host-memory device, or the UUID of a GPU. [default: $LULL_HOST_DEVICE]"),
     ] = None,
     weights: Annotated[str, typer.Option(help="Size of the weights, at least 1MiB.")] = "1GiB",
     kv_cache: Annotated[str, typer.Option(help="Size of the KV cache; bounds the context.")] = "64MiB",
@@ -47,7 +48,7 @@ def serve(
         list[str] | None, typer.Option(metavar="NAME[=TIMES]", help="Go wrong on purpose, for tests. Repeatable.")
     ] = None,
 ) -> None:
-    """Serve a small deterministic model from a host-memory device, with TensorRT-LLM's control routes."""
+    """Serve a small deterministic model from a host-memory device or a GPU, with TensorRT-LLM's control routes."""
     from ..vmm.errors import LullMemoryError
     from ..vmm.reference_engine import settings as checks
     from ..vmm.reference_engine.faults import parse_faults

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import Allocation
+from ..cuda_driver import CudaDriver
 from ..driver import Driver
 from ..host_driver import HostDriver
 from ..pool import Pool
@@ -28,10 +29,10 @@ from ..pool_like import PoolLike
 from ..runtime import Runtime
 from ..service.errors import StaleLayout
 from ..service.pool import Piece, ServicePool
-from ..torch_scope import host_tensor
 from .faults import FaultyRuntime
 from .model import FLOAT_BYTES, Model, Shape
-from .settings import KV_CACHE_TAG, WEIGHTS_TAG, EngineSettings
+from .settings import KV_CACHE_TAG, WEIGHTS_TAG, CudaDevice, EngineSettings
+from .staged import StagedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +55,22 @@ def build_engine(settings: EngineSettings) -> Engine:
     """Raises ValueError for sizes that make no model, OutOfDeviceMemory and OutOfHostMemory for lack of room."""
     torch.set_num_threads(settings.threads)  # the last bits of a sum depend on it
     shape = Shape.for_bytes(settings.weights_bytes)
-    driver = HostDriver(settings.device)
+    driver: Driver
+    if isinstance(settings.device, CudaDevice):
+        driver = CudaDriver(settings.device.uuid)
+    else:
+        driver = HostDriver(settings.device)
     pool = Pool(
         driver,
         restore_modes=settings.restore_modes,
         immutable_tags=frozenset({WEIGHTS_TAG}) if settings.immutable else frozenset(),
     )
     # One allocation a tag: many small ones would each be rounded up to the device's granularity.
-    kv_cache = _floats(pool, settings.kv_cache_bytes // FLOAT_BYTES, KV_CACHE_TAG)
+    kv_cache = pool.allocate(settings.kv_cache_bytes // FLOAT_BYTES * FLOAT_BYTES, KV_CACHE_TAG)
     began = time.monotonic()
     if settings.memory_service is not None:
         return _build_on_service(settings, shape, driver, pool, kv_cache, began)
-    weights = _floats(pool, shape.weight_floats, WEIGHTS_TAG)
-    model = Model(shape, weights, kv_cache)
+    model = _model(shape, driver, pool.allocate(shape.weight_bytes, WEIGHTS_TAG).address, kv_cache)
     model.fill_weights(settings.seed)
     seconds = time.monotonic() - began
     pool.warm_backups()  # of PINNED tags: a park must not be the first to ask for that memory
@@ -75,7 +79,7 @@ def build_engine(settings: EngineSettings) -> Engine:
 
 
 def _build_on_service(
-    settings: EngineSettings, shape: Shape, driver: Driver, pool: Pool, kv_cache: Tensor, began: float
+    settings: EngineSettings, shape: Shape, driver: Driver, pool: Pool, kv_cache: Allocation, began: float
 ) -> Engine:
     """The weights belong to the service. Raises StaleLayout if other weights lie under their name."""
     assert settings.memory_service is not None, "the caller has looked"
@@ -94,8 +98,7 @@ def _build_on_service(
     region = shared.regions().get(WEIGHTS_TAG)
     if region is None or region.value != described or region.nbytes != shape.weight_bytes:
         raise StaleLayout(f"pool {shared.name} of the memory service does not hold {described}")
-    weights = torch.frombuffer((ctypes.c_uint8 * region.nbytes).from_address(region.address), dtype=torch.float32)
-    model = Model(shape, weights, kv_cache)
+    model = _model(shape, driver, region.address, kv_cache)
     if shared.writer:
         model.fill_weights(settings.seed)
         shared.commit()  # from here on a write would be fatal, here as in every other engine
@@ -106,5 +109,11 @@ def _build_on_service(
     return Engine(model, pool, runtime, came, seconds, shared)
 
 
-def _floats(pool: Pool, count: int, tag: str) -> Tensor:
-    return host_tensor(pool, (count,), torch.float32, tag)
+def _model(shape: Shape, driver: Driver, weights_address: int, kv_cache: Allocation) -> Model:
+    if not isinstance(driver, HostDriver):
+        return StagedModel(shape, driver, weights_address, kv_cache.address, kv_cache.nbytes)
+    return Model(shape, _floats(weights_address, shape.weight_bytes), _floats(kv_cache.address, kv_cache.nbytes))
+
+
+def _floats(address: int, nbytes: int) -> Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.float32)

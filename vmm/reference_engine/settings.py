@@ -21,8 +21,16 @@ KV_CACHE_TAG: Final = "kv_cache"
 DEFAULT_MODES: Final[Mapping[str, RestoreMode]] = {WEIGHTS_TAG: RestoreMode.CPU, KV_CACHE_TAG: RestoreMode.NONE}
 KEY_ENVIRONMENT_NAME: Final = "LULL_ENGINE_CONTROL_KEY"
 
+_CUDA_UUIDS: Final = ("GPU-", "MIG-")
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(|B|KiB|MiB|GiB|TiB)")
 _UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """A GPU, or a MIG slice of one, by its UUID as nvidia-smi writes it."""
+
+    uuid: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +38,7 @@ class EngineSettings:
     name: str
     host: str
     port: int  # 0: any free one
-    device: HostDevice
+    device: HostDevice | CudaDevice
     weights_bytes: int
     kv_cache_bytes: int
     control_key: bytes
@@ -90,10 +98,11 @@ def read_control_key(path: Path | None) -> bytes:
     return key
 
 
-def open_device(path: Path | None) -> HostDevice:
-    """``--device``, else the only one in LULL_HOST_DEVICE."""
-    if path is not None:
-        return HostDevice.open(path)
+def open_device(device: str | Path | None) -> HostDevice | CudaDevice:
+    """``--device``, a folder or the UUID of a GPU; else the only one in LULL_HOST_DEVICE."""
+    if device is not None:
+        is_cuda = str(device).startswith(_CUDA_UUIDS)
+        return CudaDevice(str(device)) if is_cuda else HostDevice.open(Path(device))
     found = HostDevice.from_environment()
     _require(len(found) == 1, f"--device is not given, and LULL_HOST_DEVICE names {len(found)} devices instead of one")
     return found[0]
