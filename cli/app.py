@@ -113,6 +113,7 @@ TREE: Final = Branch(
             "Benchmarks that print JSON.",
             {
                 "loan": Leaf("bench", "bench_loan", "How much of a loan is Lull's own time.", extra="all"),
+                "gateway": Leaf("bench_gateway", "bench_gateway", "The gateway beside other proxies.", extra="all"),
                 "memory": Leaf("bench_memory", "bench_memory", "Park and wake beside plain copies of the same bytes."),
                 "restart": Leaf(
                     "bench_restart", "bench_restart", "How soon a killed engine is ready again.", extra="torch"
