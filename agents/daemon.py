@@ -24,6 +24,8 @@ from .disk_reserve import RESERVE_NAME, DiskReserve
 from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
 from .engines import make_adapter
 from .errors import ConfigError
+from .gate_watch import GateWatch, keep_closed
+from .gates import make_gate
 from .gates.gateway import GatewayGate
 from .gateway.launch import GatewayPaths
 from .gateway_keeper import GatewayKeeper
@@ -84,7 +86,7 @@ class Daemon:
         except OSError as error:
             raise ConfigError(f"data_dir {self.data_dir}: {error}") from error
         paths = GatewayPaths(control=self.data_dir / "gateway.sock", state_dir=self.data_dir / "gateway")
-        self.gate = GatewayGate(paths.control)
+        self.gateway_gate = GatewayGate(paths.control)
         self.memory_services = [
             MemoryServiceKeeper(self.node, device)
             for device, declared in zip(devices, settings.devices, strict=True)
@@ -94,8 +96,10 @@ class Daemon:
         for engine in settings.engines:
             self._add_keeper(engine)
         self.loans: dict[str, Loan] = {}
-        self.gateway = GatewayKeeper(self.node, self.gate, paths, self.keepers)
-        self.watch = Watch(self.node, self.gate, self.keepers, self.loans, self.loan_on)
+        behind_gateway = {key: keeper for key, keeper in self.keepers.items() if keeper.settings.needs_gateway}
+        self.gateway = GatewayKeeper(self.node, self.gateway_gate, paths, behind_gateway)
+        self.gates = GateWatch(self.gateway_gate, self.keepers)
+        self.watch = Watch(self.node, self.gates, self.keepers, self.loans, self.loan_on)
         self.node.on_change = self.watch.look_soon
         self.upstream = Upstream(
             settings.server_url,
@@ -122,7 +126,8 @@ class Daemon:
         """An engine whose id cannot be kept is left out: at the next start its process would be nobody's."""
         try:
             engine_id = self.file.id_of(f"engine:{engine.name}")
-            self.keepers[engine_id] = EngineKeeper(self.node, engine_id, engine, make_adapter, self.gate)
+            gate = make_gate(self.settings, engine, self.gateway_gate, self.node.alert)
+            self.keepers[engine_id] = EngineKeeper(self.node, engine_id, engine, make_adapter, gate)
         except OSError as error:
             sentence = f"the new engine {engine.name} is left out until the agent is restarted: {error}"
             log.error("no room for a new engine", engine=engine.name, error=str(error))
@@ -178,7 +183,9 @@ class Daemon:
                     f"engines {missing} of the open loan {row.order.loan_id} are not in the configuration any more:"
                     " put them back until the loan is closed"
                 )
-            self.add_loan(Loan(self.node, row, self.keepers))
+            loan = Loan(self.node, row, self.keepers)
+            keep_closed(loan)
+            self.add_loan(loan)
         for loan in list(self.loans.values()):
             await loan.holding.wait()  # before any keeper acts on its own
         for keeper in () if self._stop_all else self.keepers.values():
@@ -187,6 +194,7 @@ class Daemon:
         for service in self.memory_services:
             self._spawn(_service_task(service), service.run())
         self._spawn("look", self.watch.look_around())
+        self._spawn("gates", self.gates.guard(self.settings.gate_poll_seconds))
         self._spawn("occupancy", self.watch.report_occupancy())
         self._spawn("forget", self._forget_old())
         self._spawn("upstream", self.upstream.run())

@@ -18,7 +18,7 @@ from .engine_process import EngineProcess, listening_pid
 from .engines.base import EngineAdapter
 from .engines.ledger import Ledger
 from .engines.outside import EngineOutside
-from .gates.base import Gate
+from .gates.kept import KeptGate
 from .memory_service import service_socket
 from .node import Node
 from .node_files import read_json, replace_json
@@ -39,7 +39,7 @@ class EngineBody:
     """One engine with its process, its adapter and its gate."""
 
     def __init__(
-        self, node: Node, engine_id: str, settings: EngineSettings, make_adapter: MakeAdapter, gate: Gate
+        self, node: Node, engine_id: str, settings: EngineSettings, make_adapter: MakeAdapter, gate: KeptGate
     ) -> None:
         self.node = node
         self.engine_id = engine_id
@@ -176,7 +176,7 @@ class EngineBody:
             residual_bytes={str(key): int(value) for key, value in self.data.get("residual", {}).items()},
             policy_version=self.policy_version,
             processes={} if process is None else {"engine": process},
-            endpoint=f"http://{self.node.settings.gateway.listen}",
+            endpoint=self.gate.traits.endpoint,
             reason=self.reason,
             capabilities=self.capabilities,
         )

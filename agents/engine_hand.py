@@ -251,8 +251,8 @@ class EngineHand(EngineBody):
     async def ensure_route(self) -> None:
         await self.gate.ensure_route(self.engine_id, self.name, self.settings.models, self.settings.url)
 
-    async def close_gate(self, policy: EnginePolicy | None = None) -> int:
-        """Closes it; returns the requests that are in flight."""
+    async def close_gate(self, policy: EnginePolicy | None = None) -> int | None:
+        """Closes it; returns the requests that are in flight, where the gate can tell."""
         policy = policy or self.policy
         in_flight = await self.gate.close(
             self.engine_id, policy.gate, policy.hold_requests_max, policy.hold_seconds_max

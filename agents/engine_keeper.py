@@ -16,7 +16,7 @@ from .engine_hand import POLL_SECONDS_FIRST, POLL_SECONDS_MAX, EngineHand, StepS
 from .engine_process import EngineWillNotDie
 from .engines.base import Observation
 from .errors import AgentError, EngineLost
-from .gates.base import Gate
+from .gates.kept import KeptGate
 from .node import Node
 from .protocol.engine_kinds import MAY_END_AT_PARK, MODES_ARE_FLAGS
 from .protocol.policy import EnginePolicy
@@ -36,7 +36,7 @@ class EngineKeeper(EngineHand):
     """An engine, and the loop that looks after it."""
 
     def __init__(
-        self, node: Node, engine_id: str, settings: EngineSettings, make_adapter: MakeAdapter, gate: Gate
+        self, node: Node, engine_id: str, settings: EngineSettings, make_adapter: MakeAdapter, gate: KeptGate
     ) -> None:
         super().__init__(node, engine_id, settings, make_adapter, gate)
         self.restart_wanted = False

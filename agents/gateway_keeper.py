@@ -30,7 +30,8 @@ _KILL_SECONDS_MAX: Final = 10.0
 
 
 class GatewayKeeper:
-    """``keepers``: the engines of the configuration; routes of others are forgotten."""
+    """``keepers``: the engines whose requests go or wait there; routes of others are forgotten. Without any, no gateway
+    is started, and one that an earlier configuration left is ended: its routes lead past the gates of now."""
 
     def __init__(self, node: Node, gate: GatewayGate, paths: GatewayPaths, keepers: Mapping[str, EngineKeeper]) -> None:
         self._node = node
@@ -43,6 +44,9 @@ class GatewayKeeper:
 
     async def ensure(self) -> bool:
         """Takes over the gateway that runs or starts one; False, with an alert at first, if there is none."""
+        if not self._keepers:
+            await self._end_unneeded()
+            return True
         try:
             if is_full(self._paths.state_dir):
                 release_above(self._paths.state_dir)
@@ -59,6 +63,13 @@ class GatewayKeeper:
             log.info("the gateway runs", pid=info.pid, started=started)
         self.is_down = False
         return True
+
+    async def _end_unneeded(self) -> None:
+        try:
+            await self._forget_routes()
+        except GateError as error:
+            log.debug("there is no gateway, and none is needed", error=str(error))
+        await self.end()
 
     def _say(self, error: Exception) -> None:
         if self.is_down:
@@ -79,7 +90,9 @@ class GatewayKeeper:
                 log.warning("an old route is still in use", engine=engine_id, error=str(error))
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled, or at once where none is needed."""
+        if not self._keepers:
+            return
         pause = _PAUSE_SECONDS_FIRST
         while True:
             try:

@@ -194,7 +194,8 @@ async def _drain_engine(loan: Loan, engine: EngineKeeper) -> LoanEvent:
         if engine.process_identity is None:
             raise EngineLost(f"engine {engine.name} ended while it was drained") from error
         raise Refused(LoanEvent.GOLDEN_WRONG, "GoldenWrong", str(error)) from error
-    loan.step(LoanStep.IN_FLIGHT_ZERO, engine, data={"canary_seconds": boottime() - asked})
+    counted_by = engine.gate.traits.counted_by
+    loan.step(LoanStep.IN_FLIGHT_ZERO, engine, data={"canary_seconds": boottime() - asked, "counted_by": counted_by})
     return event
 
 
@@ -264,7 +265,11 @@ async def _park_engine(loan: Loan, engine: EngineKeeper) -> None:
             sentence = f"engine {engine.name} was not asked to park any more ({loan.recall_reason or 'RestoreBy'})"
             raise Refused(LoanEvent.PARK_REFUSED, loan.recall_reason or "RestoreBy", sentence)
         try:
+            await engine.gate.prove_closed(engine.engine_id)
             engine.released()
+        except GateError as error:
+            sentence = f"engine {engine.name} is not parked, it may have traffic: {error}"
+            raise Refused(LoanEvent.PARK_REFUSED, "GateUnreachable", sentence) from error
         except OSError as error:
             sentence = f"it cannot be written down that engine {engine.name} parks: {error}"
             raise Refused(LoanEvent.PARK_REFUSED, "DiskReserve", sentence) from error

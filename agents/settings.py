@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from .gates.sections import AgentGates, EngineGate
 from .protocol.capabilities import loses_weights, refusal
 from .protocol.config_file import FilePath
 from .protocol.engine_kinds import MODES_ARE_FLAGS, EngineKind, known_capabilities, usual_restore_modes
@@ -80,7 +81,7 @@ class VllmOptions(Section):
     loras: Annotated[list[ModelName], Field(max_length=16)] = Field(default_factory=list[ModelName])
 
 
-class EngineSettings(Section):
+class EngineSettings(EngineGate):
     name: Name
     kind: EngineKind = "trtllm"
     models: Annotated[list[ModelName], Field(min_length=1, max_length=64)]
@@ -130,6 +131,7 @@ class EngineSettings(Section):
                 f"command: put the word {RESTORE_MODE_FLAGS!r} where the engine takes its --restore-mode flags:"
                 " without it the policy's restore_modes could not be obeyed"
             )
+        self.check_gate(self.kind)
         if len(set(self.device_indexes)) != len(self.device_indexes):
             raise ValueError("device_indexes: each device once")
         unable = refusal(known_capabilities(self.kind), self.policy)
@@ -143,7 +145,7 @@ class EngineSettings(Section):
         return self
 
 
-class AgentSettings(Section):
+class AgentSettings(AgentGates):
     server_url: Annotated[str, Field(pattern=r"^https?://\S+$")]
     token_file: FilePath
     data_dir: FilePath

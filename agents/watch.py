@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from .engine_keeper import EngineKeeper
-from .gates.base import GateError
-from .gates.gateway import GatewayGate
+from .gate_watch import GateWatch
 from .loan import Loan
 from .node import Node
 from .occupancy import EngineFacts, Holder, holder
@@ -21,13 +20,13 @@ class Watch:
     def __init__(
         self,
         node: Node,
-        gate: GatewayGate,
+        gates: GateWatch,
         keepers: Mapping[str, EngineKeeper],
         loans: Mapping[str, Loan],
         loan_on: Callable[[str], Loan | None],
     ) -> None:
         self._node = node
-        self._gate = gate
+        self._gates = gates
         self._keepers = keepers
         self._loans = loans
         self._loan_on = loan_on
@@ -80,10 +79,7 @@ class Watch:
             self._node.journal.report(observed)
 
     async def _look_at_gates(self) -> None:
-        try:
-            seen = await self._gate.observe_all()
-        except GateError:
-            return
+        seen = await self._gates.look()
         now = time.monotonic()
         for engine_id, gate in seen.items():
             ago = gate.last_request_seconds_ago

@@ -2,18 +2,22 @@
 
 A gate knows nothing of loans or memory: it closes, counts, opens. Every call is bounded and safe to repeat. A gate that
 cannot be asked raises GateUnreachable: its state is unknown then, never open and never drained.
+
+Some gates close and cannot count. Who counts for them is told by ``CountedBy``: the engine's own gauges, or nobody, and
+then a time that the operator grants has to pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from ..errors import AgentError
 from ..protocol.wire import GateState
 
 GateMode = Literal["hold", "refuse"]
+CountedBy = Literal["gate", "engine", "grace"]
 
 
 class GateError(AgentError):
@@ -40,10 +44,13 @@ class GateRefused(GateError):
 
 @dataclass(frozen=True, slots=True)
 class GateObservation:
-    """One look at one engine's gate. Totals count since the gate's process started."""
+    """One look at one engine's gate. Totals count since the gate's process started.
+
+    ``in_flight`` is None where nobody can tell it.
+    """
 
     state: GateState
-    in_flight: int
+    in_flight: int | None
     held: int
     oldest_held_seconds: float | None = None
     last_request_seconds_ago: float | None = None
@@ -52,6 +59,8 @@ class GateObservation:
     refused_total: int = 0
     failed_total: int = 0
     disconnected_total: int = 0
+    # Since the gate was last closed: from the coming of the first request that had waited to its first byte.
+    first_byte_seconds: float | None = None
 
 
 class Gate(Protocol):
@@ -59,8 +68,6 @@ class Gate(Protocol):
         """Makes the engine known. A new route is closed; an existing one keeps its state."""
         ...
 
-    # Since the gate was last closed: from the coming of the first request that had waited to its first byte.
-    first_byte_seconds: float | None = None
     async def remove_route(self, engine_id: str) -> None:
         """Forgets the engine; an engine that is not known is no error. GateRefused while requests are in flight."""
         ...
@@ -72,12 +79,12 @@ class Gate(Protocol):
         hold_requests_max: int,
         hold_seconds_max: float,
         retry_after_seconds: int | None = None,
-    ) -> int:
-        """From the return on no request goes to the engine but those in flight, whose number it returns."""
+    ) -> int | None:
+        """From the return on no request goes to the engine but those in flight, whose number it returns if it can."""
         ...
 
     async def wait_drained(self, engine_id: str, seconds: float) -> int:
-        """Waits until nothing is in flight, at most ``seconds``; what still is."""
+        """Waits until nothing is in flight, at most ``seconds``; what still is. GateError where it cannot be known."""
         ...
 
     async def abort(self, engine_id: str) -> None:
@@ -89,3 +96,12 @@ class Gate(Protocol):
         ...
 
     async def observe(self, engine_id: str) -> GateObservation: ...
+
+
+@runtime_checkable
+class TellsRequests(Protocol):
+    """A gate that sees the requests which come while it is closed."""
+
+    async def wait_wanted(self, engine_id: str, seconds: float, after: int | None) -> GateObservation:
+        """Waits until a request waits at the gate or more than ``after`` have come, at most ``seconds``."""
+        ...

@@ -1,0 +1,171 @@
+"""The gate of one engine as the agent holds it: whatever kind it is of, and what the agent wants of it.
+
+A gate that somebody else runs may open by itself: HAProxy that was restarted comes up as its file says, somebody sets a
+label. So it is looked at before every decision that rests on it and, while it is wanted closed, again and again; it is
+closed at once where it is found otherwise. Nothing here ever opens a gate by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol
+
+import structlog
+
+from ..protocol.wire import GateState
+from .base import CountedBy, Gate, GateError, GateMode, GateObservation, GateRefused, GateUnreachable, TellsRequests
+from .sections import GateKind
+
+log = structlog.get_logger(__name__)
+
+_WORDS_MAX: Final = 800
+
+
+class Say(Protocol):
+    """How an operator is told: ``Node.alert``."""
+
+    def __call__(
+        self, severity: Literal["info", "warning", "critical"], code: str, sentence: str, **about: Any
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GateTraits:
+    """What is so for a kind of gate, whatever it is asked."""
+
+    kind: GateKind
+    counted_by: CountedBy
+    may_open_by_itself: bool
+    endpoint: str | None  # where clients reach the engine through it
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    mode: GateMode
+    hold_requests_max: int
+    hold_seconds_max: float
+    retry_after_seconds: int | None
+
+
+class KeptGate:
+    """A Gate over ``gate``, of the engine ``name``."""
+
+    def __init__(self, gate: Gate, traits: GateTraits, name: str, say: Say) -> None:
+        self._gate = gate
+        self.traits = traits
+        self._name = name
+        self._say = say
+        self._closed_terms: _Terms | None = None  # None: it is not wanted closed
+        self._acting = asyncio.Lock()
+        self._silent = False
+
+    @property
+    def is_wanted_closed(self) -> bool:
+        return self._closed_terms is not None
+
+    # ---- what every gate does ---------------------------------------------------------------------------------
+
+    async def ensure_route(self, engine_id: str, name: str, models: Sequence[str], upstream: str) -> None:
+        await self._gate.ensure_route(engine_id, name, models, upstream)
+
+    async def remove_route(self, engine_id: str) -> None:
+        await self._gate.remove_route(engine_id)
+
+    async def close(
+        self,
+        engine_id: str,
+        mode: GateMode,
+        hold_requests_max: int,
+        hold_seconds_max: float,
+        retry_after_seconds: int | None = None,
+    ) -> int | None:
+        self.want_closed(mode, hold_requests_max, hold_seconds_max, retry_after_seconds)
+        async with self._acting:
+            return await self._gate.close(engine_id, mode, hold_requests_max, hold_seconds_max, retry_after_seconds)
+
+    async def wait_drained(self, engine_id: str, seconds: float) -> int:
+        left = await self._gate.wait_drained(engine_id, seconds)
+        if left == 0:
+            await self.prove_closed(engine_id)
+        return left
+
+    async def abort(self, engine_id: str) -> None:
+        await self._gate.abort(engine_id)
+
+    async def open(self, engine_id: str) -> None:
+        self._closed_terms = None
+        async with self._acting:
+            await self._gate.open(engine_id)
+
+    async def observe(self, engine_id: str) -> GateObservation:
+        return await self._gate.observe(engine_id)
+
+    @property
+    def tells_requests(self) -> bool:
+        """Whether it sees the requests that come while it is closed, so that one can wake the engine."""
+        return isinstance(self._gate, TellsRequests)
+
+    async def wait_wanted(self, engine_id: str, seconds: float, after: int | None) -> GateObservation:
+        if not isinstance(self._gate, TellsRequests):
+            raise GateRefused(f"the gate of engine {self._name} does not see requests while it is closed")
+        return await self._gate.wait_wanted(engine_id, seconds, after)
+
+    # ---- what the agent wants of it ---------------------------------------------------------------------------
+
+    def want_closed(
+        self,
+        mode: GateMode,
+        hold_requests_max: int,
+        hold_seconds_max: float,
+        retry_after_seconds: int | None = None,
+    ) -> None:
+        """From now on it is kept closed, also by an agent that did not close it itself."""
+        self._closed_terms = _Terms(mode, hold_requests_max, hold_seconds_max, retry_after_seconds)
+
+    async def prove_closed(self, engine_id: str) -> None:
+        """Raises GateError unless the gate says now that it is closed; one that cannot open by itself is not asked."""
+        if self.traits.may_open_by_itself:
+            state = (await self._gate.observe(engine_id)).state
+            if state is not GateState.CLOSED:
+                raise GateUnreachable(f"the gate of engine {self._name} was closed and is {state} now")
+
+    async def guard(self, engine_id: str) -> GateObservation | None:
+        """One look; closes again what has opened by itself, and says so. None if it does not answer."""
+        try:
+            async with self._acting:
+                seen = await self._gate.observe(engine_id)
+                terms = self._closed_terms
+                if terms is not None and self.traits.may_open_by_itself and seen.state is not GateState.CLOSED:
+                    seen = await self._close_again(engine_id, terms, seen)
+        except GateError as error:
+            self._say_silent(engine_id, error)
+            return None
+        if self._silent:
+            self._silent = False
+            self._say("info", "gate_well", f"the gate of engine {self._name} answers again", engine_id=engine_id)
+        return seen
+
+    async def _close_again(self, engine_id: str, terms: _Terms, seen: GateObservation) -> GateObservation:
+        log.error("a gate opened by itself", engine=self._name, state=seen.state)
+        self._say(
+            "critical",
+            "gate_opened_by_itself",
+            f"the gate of engine {self._name} was {seen.state} though it was closed and the engine may be away:"
+            " it is closed again. Whatever it let through in between has reached the engine, or found it away",
+            engine_id=engine_id,
+            data={"gate_kind": self.traits.kind},
+        )
+        await self._gate.close(
+            engine_id, terms.mode, terms.hold_requests_max, terms.hold_seconds_max, terms.retry_after_seconds
+        )
+        return await self._gate.observe(engine_id)
+
+    def _say_silent(self, engine_id: str, error: GateError) -> None:
+        if self._silent or self.traits.kind == "gateway":  # the gateway's own keeper tells of it
+            return
+        self._silent = True
+        sentence = f"the gate of engine {self._name} cannot be asked: {error}"[:_WORDS_MAX]
+        severity: Literal["warning", "critical"] = "critical" if self.is_wanted_closed else "warning"
+        self._say(severity, "gate_unreachable", sentence, engine_id=engine_id)
