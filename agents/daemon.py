@@ -30,6 +30,7 @@ from .gates.gateway import GatewayGate
 from .gateway.launch import GatewayPaths
 from .gateway_keeper import GatewayKeeper
 from .loan import Loan
+from .loan_without_job import tell_first_byte
 from .log_sender import LogSender
 from .log_tails import LogTails
 from .memory_service import MemoryServiceKeeper
@@ -190,6 +191,8 @@ class Daemon:
             await loan.holding.wait()  # before any keeper acts on its own
         for keeper in () if self._stop_all else self.keepers.values():
             self._spawn(_engine_task(keeper), keeper.run())
+            if self.loan_on(keeper.device_ids[0]) is None:
+                self._spawn(f"first byte {keeper.name}", tell_first_byte(self.node, keeper))
         self._spawn(_GATEWAY_TASK, self.gateway.run())
         for service in self.memory_services:
             self._spawn(_service_task(service), service.run())
@@ -253,6 +256,7 @@ class Daemon:
         await loan.run()
         self.loans.pop(loan.loan_id, None)
         self.watch.look_soon()
+        await asyncio.gather(*(tell_first_byte(self.node, engine) for engine in loan.engines))
 
     def loan_on(self, device_id: str) -> Loan | None:
         return next((loan for loan in self.loans.values() if device_id in loan.order.device_ids), None)

@@ -3,7 +3,7 @@
 The journal is written before each act; an agent that starts again takes up every open loan at the state that is
 written down, looks at the engines and goes on. The agent finishes a loan with no scheduler in sight.
 
-What happens in each state is in the modules beside this one: ``loan_release`` (draining, parking, settling),
+What happens in each state is in the modules beside this one: ``loan_release`` (draining, parking), ``loan_settle``,
 ``loan_work`` (lent, recalling) and ``loan_restore`` (waking, verifying, faulted).
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from . import loan_release, loan_restore, loan_work
+from . import loan_release, loan_restore, loan_settle, loan_without_job, loan_work
 from .attempt_run import AttemptRun, Stop
 from .engine_hand import StepSink
 from .engine_keeper import EngineKeeper
@@ -23,8 +23,11 @@ from .journal import LoanRow, StepRow, boottime
 from .node import Node
 from .probe import DeviceFacts
 from .protocol.loans import LoanEvent, LoanState, LoanStep, advance
+from .protocol.parking import FOR_OVER
+from .protocol.plans import Plan, narrowed
 from .protocol.policy import EnginePolicy
 from .protocol.wire import AttemptEnd, AttemptSpec, HeldLoan, LoanChanged, Reason
+from .tasks import end_on_fault
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -66,6 +69,8 @@ class Loan:
         self.recall_reason = row.recalled
         # What was told since it was opened is not written down: an agent that starts again waits to be told anew.
         self.expects_more = row.order.expects_more or not self.is_fresh
+        self.without_job = row.order.without_job
+        self._wanted: dict[str, asyncio.Task[None]] = {}  # who waits for a request, by engine
         self._settled: tuple[float, dict[str, DeviceFacts]] | None = None
         if row.recalled is not None:
             self._recalled.set()
@@ -85,9 +90,18 @@ class Loan:
 
     # ---- what it is -------------------------------------------------------------------------------------------
 
-    def policy_of(self, keeper: EngineKeeper) -> EnginePolicy:
+    def whole_policy_of(self, keeper: EngineKeeper) -> EnginePolicy:
         """The snapshot that rules this loan, whatever was set since."""
         return self.order.policies.get(keeper.engine_id, keeper.policy)
+
+    def policy_of(self, keeper: EngineKeeper) -> EnginePolicy:
+        """The same, with the tags that this loan's plan releases."""
+        plan = self.plan_of(keeper)
+        return self.whole_policy_of(keeper) if plan is None else narrowed(self.whole_policy_of(keeper), plan.modes)
+
+    def plan_of(self, keeper: EngineKeeper) -> Plan | None:
+        """None: its whole policy is parked, and what that frees is not predicted."""
+        return self.order.plans.get(keeper.engine_id)
 
     def held(self) -> HeldLoan:
         return HeldLoan(
@@ -102,6 +116,11 @@ class Loan:
     @property
     def recalled(self) -> bool:
         return self._recalled.is_set()
+
+    @property
+    def nothing_left(self) -> bool:
+        """It is for jobs, none of them lives, and no other comes."""
+        return self.without_job is None and not self.expects_more and not self.live_attempts
 
     @property
     def live_attempts(self) -> list[AttemptRun]:
@@ -262,9 +281,9 @@ class Loan:
         while not self.recalled:
             left = self.seconds_left()
             if left is not None and left <= 0:
-                self.recall(RESTORE_BY)
+                self.recall(self.deadline_reason)
                 return
-            if not self.expects_more and not self.live_attempts:
+            if self.nothing_left:
                 self.recall("NothingLeftToRun")
                 return
             self.changed.clear()
@@ -274,8 +293,15 @@ class Loan:
             except TimeoutError:
                 continue
 
+    @property
+    def deadline_reason(self) -> str:
+        """Why it ends when `restore_by` is reached."""
+        said = None if self.without_job is None else self.without_job.until_seconds
+        return RESTORE_BY if said is None or said != self.order.restore_by_seconds else FOR_OVER
+
     def recall_event(self) -> LoanEvent:
-        return LoanEvent.RESTORE_BY_REACHED if self.recall_reason == RESTORE_BY else LoanEvent.RECALLED
+        late = self.recall_reason in (RESTORE_BY, FOR_OVER)
+        return LoanEvent.RESTORE_BY_REACHED if late else LoanEvent.RECALLED
 
     # ---- the whole --------------------------------------------------------------------------------------------
 
@@ -284,13 +310,25 @@ class Loan:
         try:
             await self._take_hands()
             self.holding.set()
+            for engine in self.engines:
+                if self.has(LoanStep.GATE_CLOSED, engine):
+                    self.watch_requests(engine)
             while self.state is not LoanState.CLOSED:
                 await self._act()
             self._finish()
         finally:
             self.holding.set()
+            for watch in self._wanted.values():
+                watch.cancel()
             for engine in self.engines:
                 self.give_back(engine)
+
+    def watch_requests(self, engine: EngineKeeper) -> None:
+        """The engine's gate is closed: from now on a request recalls a loan without a job that may be woken so."""
+        if self.without_job is not None and self.without_job.wake_on_request and engine.engine_id not in self._wanted:
+            task = asyncio.create_task(loan_without_job.until_wanted(self, engine))
+            task.add_done_callback(end_on_fault)
+            self._wanted[engine.engine_id] = task
 
     def give_back(self, engine: EngineKeeper) -> None:
         """The engine is its keeper's again; this loan does not act on it any more. Idempotent."""
@@ -321,7 +359,7 @@ class Loan:
             case LoanState.PARKING:
                 await loan_release.park(self)
             case LoanState.SETTLING:
-                await loan_release.settle(self)
+                await loan_settle.settle(self)
             case LoanState.LENT:
                 await loan_work.work(self)
             case LoanState.RECALLING:

@@ -168,6 +168,7 @@ async def _drain_engine(loan: Loan, engine: EngineKeeper) -> LoanEvent:
     try:
         in_flight = await engine.close_gate(policy)
         loan.step(LoanStep.GATE_CLOSED, engine, data={"in_flight": in_flight})
+        loan.watch_requests(engine)
         engine.report()
         left = await engine.gate.wait_drained(engine.engine_id, policy.drain_seconds_max)
         if left and policy.on_drain_deadline == "abort_loan":
@@ -331,16 +332,17 @@ async def settle(loan: Loan) -> None:
     samples_wanted = max((policy.settle_samples for policy in policies), default=1)
     deadline = time.monotonic() + max((policy.settle_seconds_max for policy in policies), default=15.0)
     needs = _needs_bytes(loan)
+    held_bytes = _held_bytes_before(loan)
     last: Any = None
     equal = 0
     for run in loan.live_attempts:
         run.prepare()  # its runner starts while the memory settles; it waits for our word
     while True:
-        if not loan.expects_more and not loan.live_attempts:
+        if loan.nothing_left:
             loan.recall("NothingLeftToRun")
         left = loan.seconds_left()
         if left is not None and left <= 0:
-            loan.recall("RestoreBy")
+            loan.recall(loan.deadline_reason)
         if loan.recalled:
             _back_to_waking(
                 loan, loan.recall_event(), Reason(code=loan.recall_reason or "Recalled", sentence="recalled")
@@ -364,6 +366,9 @@ async def settle(loan: Loan) -> None:
             {device_id: facts[device_id].free_bytes for device_id in loan.order.device_ids},
         )
         covered = all(sample[1][device_id] >= need_bytes for device_id, need_bytes in needs.items())
+        covered = covered and all(
+            sum(now.values()) < was for now, was in zip(sample[0], held_bytes, strict=True) if was
+        )
         equal = 0 if not covered else (equal + 1 if sample == last else 1)
         last = sample
         if equal >= samples_wanted:
@@ -382,6 +387,16 @@ def _needs_bytes(loan: Loan) -> dict[str, int]:
         needs = dict.fromkeys(loan.order.device_ids, loan.order.need_bytes)
     margin_bytes = loan.node.settings.spawn_margin_bytes
     return {device_id: needs[device_id] + margin_bytes for device_id in loan.order.device_ids if device_id in needs}
+
+
+def _held_bytes_before(loan: Loan) -> list[int]:
+    """What each engine held when it was looked at first, where no job says what has to be free: that it gave up
+    something is then the proof of its park. 0: nothing to compare with."""
+    if loan.without_job is None:
+        return [0] * len(loan.engines)
+    seen = [row for row in loan.node.journal.steps(loan.loan_id) if row.step is LoanStep.PREFLIGHTED]
+    held = {row.engine_id: sum(row.data.get("device_bytes", {}).values()) for row in seen}
+    return [held.get(engine.engine_id, 0) for engine in loan.engines]
 
 
 def _back_to_waking(loan: Loan, event: LoanEvent, reason: Reason) -> None:
@@ -418,7 +433,9 @@ def _not_free(loan: Loan, facts: dict[str, DeviceFacts], needs: dict[str, int]) 
     }
     names = ", ".join(engine.name for engine in loan.engines) or "no engine"
     sentence = f"{max(needs.values(), default=0)} bytes did not become free after the park of {names}"
-    if not short:
+    if not short and loan.without_job is not None:
+        sentence = f"nothing became free after the park of {names}"
+    elif not short:
         sentence = f"the memory of {names} did not stop changing after the park"
     reason = Reason(code="HBMNotFreed", sentence=sentence, data={"devices": short})
     _back_to_waking(loan, LoanEvent.MEMORY_NOT_FREE, reason)

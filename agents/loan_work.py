@@ -14,6 +14,7 @@ import structlog
 from .attempt_run import AttemptRun
 from .engine_keeper import EngineKeeper
 from .errors import SpawnRefused
+from .loan_without_job import SENTENCES
 from .protocol.loans import LoanEvent, LoanState
 from .protocol.wire import AttemptEnd, EngineState, Reason
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _ATTACHED_POLL_SECONDS: Final = 1.0
+_LOOK_SECONDS_MAX: Final = 30.0  # the loop's clock stands still while the machine is suspended, `restore_by` does not
 
 
 async def work(loan: Loan) -> None:
@@ -38,7 +40,9 @@ async def work(loan: Loan) -> None:
         event,
         None
         if loan.recall_reason is None
-        else Reason(code=loan.recall_reason, sentence=f"recalled: {loan.recall_reason}"),
+        else Reason(
+            code=loan.recall_reason, sentence=SENTENCES.get(loan.recall_reason, f"recalled: {loan.recall_reason}")
+        ),
     )
 
 
@@ -51,18 +55,18 @@ async def _until_over(loan: Loan) -> LoanEvent:
             run.begin(_check_room)
         left = loan.seconds_left()
         if left is not None and left <= 0:
-            loan.recall("RestoreBy")
+            loan.recall(loan.deadline_reason)
             return LoanEvent.RESTORE_BY_REACHED
-        idle = not loan.live_attempts
+        idle = not loan.live_attempts and loan.without_job is None
         if idle and not (loan.expects_more and loan.node.connected.is_set()):
             return LoanEvent.WORK_ENDED
         bound = loan.node.settings.loan_idle_seconds_max if idle else None
-        wait = min((value for value in (left, bound) if value is not None), default=None)
+        wait = min(value for value in (left, bound, _LOOK_SECONDS_MAX) if value is not None)
         try:
             async with asyncio.timeout(wait):
                 await loan.changed.wait()
         except TimeoutError:
-            if idle and not loan.live_attempts:
+            if idle and not loan.live_attempts and wait == bound:
                 return LoanEvent.WORK_ENDED
 
 
@@ -92,7 +96,7 @@ async def _watch(loan: Loan, engine: EngineKeeper) -> None:
             await asyncio.sleep(_ATTACHED_POLL_SECONDS)
     if engine.engine_id not in loan.engine_lost:
         engine.set_state(EngineState.GONE)
-        sentence = f"engine {engine.name} ended while it was parked; it is brought back after the job"
+        sentence = f"engine {engine.name} ended while it was parked; it is brought back after the loan"
         loan.take(LoanEvent.ENGINE_LOST, Reason(code="EngineLost", sentence=sentence), engine)
         loan.node.alert("critical", "engine_lost", sentence, engine_id=engine.engine_id, loan_id=loan.loan_id)
     if loan.policy_of(engine).restart == "now":

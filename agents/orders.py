@@ -9,7 +9,9 @@ import structlog
 from .attempt_run import Stop
 from .journal import boottime
 from .loan import Loan
+from .loan_without_job import refusal as refusal_without_job
 from .protocol.loans import LoanState, LoanStep
+from .protocol.plans import plans_refusal
 from .protocol.wire import (
     LOAN_OVER,
     AttemptChanged,
@@ -165,6 +167,12 @@ class Orders:
                 return f"engine {engine_id} is not on this node"
         if order.engine_ids and order.restore_by_seconds is None:
             return "a loan that parks an engine needs restore_by_seconds"
+        jobless = refusal_without_job(order, daemon.keepers)
+        if jobless is not None:
+            return jobless
+        wrong = plans_refusal(order.policies, order.plans)
+        if wrong is not None:
+            return wrong
         devices = set(order.device_ids)
         for engine_id, keeper in daemon.keepers.items():
             on = set(keeper.device_ids)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable, runtime_checkable
 
 from ..errors import AgentError
 from ..protocol.wire import GateState
@@ -96,6 +96,15 @@ class Gate(Protocol):
         ...
 
     async def observe(self, engine_id: str) -> GateObservation: ...
+
+
+@runtime_checkable
+class TellsRequests(Protocol):
+    """A gate that sees the requests which come while it is closed."""
+
+    async def wait_wanted(self, engine_id: str, seconds: float, after: int | None) -> GateObservation:
+        """Waits until a request waits at the gate or more than ``after`` have come, at most ``seconds``."""
+        ...
 
 
 @runtime_checkable
