@@ -22,6 +22,7 @@ from .gates.kept import KeptGate
 from .memory_service import service_socket
 from .node import Node
 from .node_files import read_json, replace_json
+from .park_history import ParkHistory
 from .probe import DeviceFacts
 from .processes import descendants, identity, is_same
 from .protocol.capabilities import Capabilities, refusal
@@ -58,6 +59,13 @@ class EngineBody:
         self.process = None if settings.command is None else EngineProcess(directory, engine_id, settings, socket)
         self._facts_path = directory / "facts.json"
         self.data = read_json(self._facts_path)
+        self.parks = ParkHistory(
+            lambda: self.data,
+            lambda parks: self.remember(parks=parks),
+            self.settings_key,
+            lambda: self.incarnation,
+            node.settings.spawn_margin_bytes,
+        )
         kept = None if settings.policy_locked else node.journal.policy(engine_id)
         self.policy_version, self.policy = (0, settings.policy) if kept is None else kept
         self.state = EngineState.GONE
@@ -173,12 +181,13 @@ class EngineBody:
             verified=self.verified,
             incarnation=self.incarnation,
             device_bytes=self.device_bytes,
-            residual_bytes={str(key): int(value) for key, value in self.data.get("residual", {}).items()},
+            residual_bytes=self.parks.residual_bytes(self.policy.restore_modes),
             policy_version=self.policy_version,
             processes={} if process is None else {"engine": process},
             endpoint=self.gate.traits.endpoint,
             reason=self.reason,
             capabilities=self.capabilities,
+            learned=self.parks.learned(),
         )
 
     def report(self) -> None:

@@ -1,4 +1,4 @@
-"""Draining, parking and settling: traffic off, the engine asked once, the memory proved free.
+"""Draining and parking: traffic off, the answer still right, the engine asked once.
 
 Until ``park_sent`` nothing is released and everything may be broken off: the gate is opened again. From then on a
 recall is only marked, and waking begins once the engine says parked.
@@ -7,12 +7,12 @@ recall is only marked, and waking begins once the engine says parked.
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from ..vmm.tags import KEEPS_CONTENTS
+from . import loan_plan
 from .engine_hand import POLL_SECONDS_FIRST, POLL_SECONDS_MAX
 from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
 from .engines.base import Observation
@@ -96,6 +96,9 @@ async def _preflight(loan: Loan) -> None:
     finally:
         looking.cancel()
     _refuse_foreign(loan, facts)
+    wrong = loan_plan.not_held(loan, facts)
+    if wrong is not None:
+        raise Refused(LoanEvent.PREFLIGHT_REFUSED, wrong.code, wrong.sentence, wrong.data)
     backup_bytes = 0
     for engine in loan.engines:
         held = engine.bytes_on(facts)
@@ -112,17 +115,18 @@ async def _preflight(loan: Loan) -> None:
             {"need_bytes": backup_bytes, "have_bytes": have},
         )
     for engine in loan.engines:
-        loan.step(LoanStep.PREFLIGHTED, engine, data={"device_bytes": engine.device_bytes})
+        free = {device_id: facts[device_id].free_bytes for device_id in engine.device_ids}
+        loan.step(LoanStep.PREFLIGHTED, engine, data={"device_bytes": engine.device_bytes, "free_bytes": free})
 
 
 def _refuse_foreign(loan: Loan, facts: dict[str, DeviceFacts]) -> None:
     for device_id in loan.order.device_ids:
         foreign = loan.node.foreign(facts[device_id])
         if foreign:
-            raise Refused(LoanEvent.PREFLIGHT_REFUSED, *_foreign_words(device_id, foreign))
+            raise Refused(LoanEvent.PREFLIGHT_REFUSED, *foreign_words(device_id, foreign))
 
 
-def _foreign_words(device_id: str, foreign: dict[int, int]) -> tuple[str, str, dict[str, Any]]:
+def foreign_words(device_id: str, foreign: dict[int, int]) -> tuple[str, str, dict[str, Any]]:
     pid, held = max(foreign.items(), key=lambda item: item[1])
     return (
         "ForeignProcess",
@@ -132,10 +136,9 @@ def _foreign_words(device_id: str, foreign: dict[int, int]) -> tuple[str, str, d
 
 
 def _refuse_unready(loan: Loan, engine: EngineKeeper) -> None:
-    policy = loan.policy_of(engine)
     if not engine.verified_now():
         raise Refused(LoanEvent.PREFLIGHT_REFUSED, "EngineNotReady", f"engine {engine.name} is not verified")
-    if not engine.in_effect(policy):
+    if not engine.in_effect(loan.whole_policy_of(engine)):
         sentence = f"engine {engine.name} was not started with the restore modes of its policy yet"
         raise Refused(LoanEvent.PREFLIGHT_REFUSED, "PolicyNotInEffect", sentence)
 
@@ -321,123 +324,3 @@ async def _parked_or_not(loan: Loan, engine: EngineKeeper, said: str) -> Observa
             raise EngineLost(f"engine {engine.name} is still {seen.state} long after its park deadline", timed_out=True)
         await asyncio.sleep(pause)
         pause = min(POLL_SECONDS_MAX, pause * 1.5)
-
-
-# ---- settling ---------------------------------------------------------------------------------------------------
-
-
-async def settle(loan: Loan) -> None:
-    """Settling to lent after k equal samples that cover the need on every device; else waking, or faulted."""
-    policies = [loan.policy_of(engine) for engine in loan.engines]
-    samples_wanted = max((policy.settle_samples for policy in policies), default=1)
-    deadline = time.monotonic() + max((policy.settle_seconds_max for policy in policies), default=15.0)
-    needs = _needs_bytes(loan)
-    held_bytes = _held_bytes_before(loan)
-    last: Any = None
-    equal = 0
-    for run in loan.live_attempts:
-        run.prepare()  # its runner starts while the memory settles; it waits for our word
-    while True:
-        if loan.nothing_left:
-            loan.recall("NothingLeftToRun")
-        left = loan.seconds_left()
-        if left is not None and left <= 0:
-            loan.recall(loan.deadline_reason)
-        if loan.recalled:
-            _back_to_waking(
-                loan, loan.recall_event(), Reason(code=loan.recall_reason or "Recalled", sentence="recalled")
-            )
-            return
-        facts = await loan.node.look()
-        for engine in loan.engines:
-            if engine.is_lost_while_parked():
-                engine.set_state(EngineState.GONE)
-                sentence = f"engine {engine.name} ended while it was parked"
-                loan.take(LoanEvent.ENGINE_LOST, Reason(code="EngineLost", sentence=sentence), engine)
-                return
-        for device_id in loan.order.device_ids:
-            foreign = loan.node.foreign(facts[device_id])
-            if foreign:
-                code, sentence, data = _foreign_words(device_id, foreign)
-                _back_to_waking(loan, LoanEvent.FOREIGN_PROCESS, Reason(code=code, sentence=sentence, data=data))
-                return
-        sample = (
-            [(engine.bytes_on(facts)) for engine in loan.engines],
-            {device_id: facts[device_id].free_bytes for device_id in loan.order.device_ids},
-        )
-        covered = all(sample[1][device_id] >= need_bytes for device_id, need_bytes in needs.items())
-        covered = covered and all(
-            sum(now.values()) < was for now, was in zip(sample[0], held_bytes, strict=True) if was
-        )
-        equal = 0 if not covered else (equal + 1 if sample == last else 1)
-        last = sample
-        if equal >= samples_wanted:
-            _settled(loan, facts)
-            return
-        if time.monotonic() > deadline:
-            _not_free(loan, facts, needs)
-            return
-        await asyncio.sleep(loan.node.settings.settle_poll_seconds)
-
-
-def _needs_bytes(loan: Loan) -> dict[str, int]:
-    """Free bytes that devices must show before anything starts: of those that the first attempts use, if it is said."""
-    needs = loan.order.need_bytes_by_device
-    if needs is None:
-        needs = dict.fromkeys(loan.order.device_ids, loan.order.need_bytes)
-    margin_bytes = loan.node.settings.spawn_margin_bytes
-    return {device_id: needs[device_id] + margin_bytes for device_id in loan.order.device_ids if device_id in needs}
-
-
-def _held_bytes_before(loan: Loan) -> list[int]:
-    """What each engine held when it was looked at first, where no job says what has to be free: that it gave up
-    something is then the proof of its park. 0: nothing to compare with."""
-    if loan.without_job is None:
-        return [0] * len(loan.engines)
-    seen = [row for row in loan.node.journal.steps(loan.loan_id) if row.step is LoanStep.PREFLIGHTED]
-    held = {row.engine_id: sum(row.data.get("device_bytes", {}).values()) for row in seen}
-    return [held.get(engine.engine_id, 0) for engine in loan.engines]
-
-
-def _back_to_waking(loan: Loan, event: LoanEvent, reason: Reason) -> None:
-    if not loan.engines:
-        event = LoanEvent.GROUPS_EMPTY_WITHOUT_ENGINE
-    loan.take(event, reason)
-    loan.end_unstarted(reason)
-
-
-def _settled(loan: Loan, facts: dict[str, DeviceFacts]) -> None:
-    free = {device_id: facts[device_id].free_bytes for device_id in loan.order.device_ids}
-    for engine in loan.engines:
-        residual = engine.bytes_on(facts)
-        engine.device_bytes = residual
-        engine.remember(residual=residual)
-        engine.report()
-        loan.step(LoanStep.SETTLED, engine, data={"device_bytes": residual, "free_bytes": free})
-    if not loan.engines:
-        loan.step(LoanStep.SETTLED, data={"free_bytes": free})
-    loan.node.host_ram.release(loan.loan_id)  # the backups are there: they show in MemAvailable themselves
-    loan.settled(facts)
-    loan.take(LoanEvent.MEMORY_FREE)
-
-
-def _not_free(loan: Loan, facts: dict[str, DeviceFacts], needs: dict[str, int]) -> None:
-    short = {
-        device_id: {
-            "need_bytes": need_bytes,
-            "free_bytes": facts[device_id].free_bytes,
-            "bytes_by_pid": {str(pid): held for pid, held in facts[device_id].bytes_by_pid.items()},
-        }
-        for device_id, need_bytes in needs.items()
-        if facts[device_id].free_bytes < need_bytes
-    }
-    names = ", ".join(engine.name for engine in loan.engines) or "no engine"
-    sentence = f"{max(needs.values(), default=0)} bytes did not become free after the park of {names}"
-    if not short and loan.without_job is not None:
-        sentence = f"nothing became free after the park of {names}"
-    elif not short:
-        sentence = f"the memory of {names} did not stop changing after the park"
-    reason = Reason(code="HBMNotFreed", sentence=sentence, data={"devices": short})
-    _back_to_waking(loan, LoanEvent.MEMORY_NOT_FREE, reason)
-    for engine in loan.engines:
-        loan.node.alert("critical", "park_ineffective", sentence, engine_id=engine.engine_id, loan_id=loan.loan_id)

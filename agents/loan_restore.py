@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from . import loan_plan
 from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
 from .errors import CanaryFailed, EngineLost
 from .gates.base import GateError, GateRouteUnknown
@@ -51,6 +52,7 @@ async def _restore_engine(loan: Loan, engine: EngineKeeper, still_waking: set[st
         if not still_waking and loan.state is LoanState.WAKING:
             loan.take(LoanEvent.RUNNING)
         await engine.verify(loan.sink(engine), policy)
+        loan_plan.woken(loan, engine)
         await _open(loan, engine)
     except EngineLost as lost:
         late = LoanEvent.RESUME_DEADLINE if lost.timed_out and loan.state is LoanState.WAKING else LoanEvent.ENGINE_LOST

@@ -88,6 +88,18 @@ def narrowed(policy: EnginePolicy, modes: Mapping[str, RestoreMode]) -> EnginePo
     return policy.model_copy(update={"restore_modes": dict(modes)})
 
 
+def plans_refusal(policies: Mapping[str, EnginePolicy], plans: Mapping[str, Plan]) -> str | None:
+    """Why the plans of a loan are none of its policies'; None if they are."""
+    for engine_id, plan in plans.items():
+        try:
+            narrowed(policies[engine_id], plan.modes)
+        except KeyError:
+            return f"there is a plan for engine {engine_id} and no policy"
+        except ValueError as error:
+            return f"engine {engine_id}: {error}"
+    return None
+
+
 def can_release(capabilities: Capabilities, policy: EnginePolicy, modes: Mapping[str, RestoreMode]) -> bool:
     try:
         return refusal(capabilities, narrowed(policy, modes)) is None
