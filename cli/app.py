@@ -126,6 +126,7 @@ TREE: Final = Branch(
             "memory_service", "memory_service", "Own pools of device memory that outlive their engines."
         ),
         "gateway": Leaf("gateway", "gateway", "Run the traffic gateway of this node.", extra="agent"),
+        "doctor": Leaf("doctor", "doctor", "Look at this node and say what is wrong with it.", extra="agent"),
     },
 )
 

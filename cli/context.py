@@ -159,14 +159,14 @@ class Session:
 def open_session(options: GlobalOptions, environ: Mapping[str, str] = os.environ) -> Generator[Session]:
     from .output import Output
 
-    session = Session(resolve(options, environ), Output(_output_format(options, environ), options.no_headers))
+    session = Session(resolve(options, environ), Output(output_format(options, environ), options.no_headers))
     try:
         yield session
     finally:
         session.close()
 
 
-def _output_format(options: GlobalOptions, environ: Mapping[str, str]) -> OutputFormat:
+def output_format(options: GlobalOptions, environ: Mapping[str, str]) -> OutputFormat:
     if options.output is not None:
         return options.output
     wanted = environ.get("LULL_OUTPUT") or read_config(config_path(environ)).get("output") or "table"

@@ -1,0 +1,89 @@
+"""The agent's file, and the files of keys that it names."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..settings import AgentSettings
+from .findings import Finding, failed, not_applicable, ok, warning
+from .scene import Check, Scene
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def check_config(scene: Scene) -> list[Finding]:
+    if scene.settings is None:
+        return [
+            failed(line, "correct the file; docs/configuration.md has every key, --config names another file")
+            for line in scene.config_error.splitlines()
+        ]
+    settings = scene.settings
+    counts = f"{len(settings.devices)} devices, {len(settings.engines)} engines"
+    if not settings.devices:
+        return [warning(f"{scene.config}: no device, so nothing can be lent", "add [[devices]]")]
+    return [ok(f"{scene.config}: {counts}")]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """``trouble``: why it cannot be read; ``mode`` and ``owner_uid`` are 0 then."""
+
+    path: Path
+    field: str
+    trouble: str = ""
+    mode: int = 0
+    owner_uid: int = 0
+    is_empty: bool = False
+
+
+def judge_key_file(file: KeyFile, own_uid: int) -> Finding:
+    subject = file.field
+    if file.trouble:
+        return failed(f"{file.path}: {file.trouble}", f"make the file, or correct {file.field} in the file", subject)
+    if file.is_empty:
+        return failed(f"{file.path} is empty", "write the key into it", subject)
+    if file.mode & _OTHERS:
+        seen = f"{file.path} has mode {file.mode:04o}: other users can read or change it"
+        return failed(seen, f"chmod 0600 {file.path}", subject)
+    if file.owner_uid not in (own_uid, 0):
+        seen = f"{file.path} belongs to user {file.owner_uid}, and this is user {own_uid}"
+        return warning(seen, f"chown {own_uid} {file.path}", subject)
+    return ok(f"{file.path} has mode {file.mode:04o}", subject)
+
+
+def look_at_key_file(path: Path, field: str) -> KeyFile:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return KeyFile(path, field, trouble="is no file")
+        with open(path, "rb") as file:
+            is_empty = not file.read(4096).strip()
+    except OSError as error:
+        return KeyFile(path, field, trouble=error.strerror or str(error))
+    return KeyFile(path, field, "", stat.S_IMODE(status.st_mode), status.st_uid, is_empty)
+
+
+def key_files(settings: AgentSettings) -> Iterator[tuple[Path, str]]:
+    """Every file of a secret, with the field that names it."""
+    yield settings.token_file, "token_file"
+    for engine in settings.engines:
+        for field in ("control_key_file", "api_key_file"):
+            path: Path | None = getattr(engine, field)
+            if path is not None:
+                yield path, f"engines.{engine.name}.{field}"
+
+
+def check_key_files(scene: Scene) -> list[Finding]:
+    own_uid = os.geteuid()
+    found = [judge_key_file(look_at_key_file(path, field), own_uid) for path, field in key_files(scene.known)]
+    return found or [not_applicable("no key file is named")]
+
+
+CHECKS = (
+    Check("config", "configuration", "The agent's file can be read and every key is known.", check_config, False),
+    Check("key_files", "configuration", "Token and key files are there and private.", check_key_files),
+)

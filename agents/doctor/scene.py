@@ -1,0 +1,91 @@
+"""What every check is given: the agent's settings, as far as they can be read, and who runs where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ..engine_process import listening_pid
+from ..node_files import read_json
+from ..processes import descendants, identity, is_same
+from ..protocol.config_file import ConfigFileError, load_toml
+from ..protocol.wire import ProcessIdentity
+from ..settings import AgentSettings, EngineSettings
+from .findings import Finding
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """``settings`` is None with a configuration that cannot be read; ``config_error`` then says what is wrong."""
+
+    config: Path
+    settings: AgentSettings | None
+    config_error: str
+    public_urls: tuple[str, ...] = ()  # where clients reach the engines, as the operator says
+
+    @property
+    def known(self) -> AgentSettings:
+        """For checks that are only asked with settings."""
+        assert self.settings is not None, "a check that needs settings was asked without"
+        return self.settings
+
+
+def scene_of(config: Path, public_urls: Sequence[str] = ()) -> Scene:
+    try:
+        return Scene(config, load_toml(config, AgentSettings), "", tuple(public_urls))
+    except ConfigFileError as error:
+        return Scene(config, None, str(error), tuple(public_urls))
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """``about``: one line for the list of checks. Its probe reads and asks, and changes nothing.
+
+    ``seconds_max``: after so long it counts as hanging, and the others are told without it.
+    """
+
+    name: str
+    group: str
+    about: str
+    run: Callable[[Scene], list[Finding]]
+    needs_settings: bool = True
+    seconds_max: float = 15.0
+
+
+def read_identity(value: object) -> ProcessIdentity | None:
+    try:
+        return ProcessIdentity.model_validate(value)
+    except ValidationError:
+        return None
+
+
+def running_agent(settings: AgentSettings) -> ProcessIdentity | None:
+    """The agent that runs in the data directory of ``settings``, by its record and its identity."""
+    agent = read_identity(read_json(settings.data_dir / "agent.json"))
+    return agent if agent is not None and is_same(agent) else None
+
+
+def engine_folder(settings: AgentSettings, engine: EngineSettings) -> Path:
+    return settings.data_dir / "engines" / engine.name
+
+
+def port_of(engine: EngineSettings) -> int:
+    return int(engine.url.rsplit(":", 1)[1])
+
+
+def engine_process(settings: AgentSettings, engine: EngineSettings) -> ProcessIdentity | None:
+    """As the agent would find it: by its record, or by who listens on its port."""
+    if engine.command is not None:
+        known = read_identity(read_json(engine_folder(settings, engine) / "process.json").get("process"))
+        if known is not None and is_same(known):
+            return known
+    pid = listening_pid(port_of(engine))
+    return None if pid is None else identity(pid)
+
+
+def engine_pids(settings: AgentSettings, engine: EngineSettings) -> set[int]:
+    process = engine_process(settings, engine)
+    return set() if process is None else {process.pid, *descendants(process.pid)}
