@@ -24,6 +24,7 @@ from pathlib import Path
 from lull.vmm.service import client as clients, protocol
 from lull.vmm.errors import ContentsLost
 from lull.vmm.service.errors import ServiceUnavailable
+from lull.vmm.service.data_pool import DataPool
 from lull.vmm.service.pool import Piece, ServicePool
 
 TAG, A_BYTES, B_BYTES = {TAG!r}, {A_BYTES}, {B_BYTES}
@@ -112,6 +113,38 @@ def write_to_it(name):
     print("writes", flush=True)
     ctypes.memset(pool.regions()["a"].address, 1, 1)
 
+def adopt(name):
+    '''Builds or adopts: the same calls either way. Two allocations, so that one may be torn and the other not.'''
+    pool = DataPool(new_driver(), socket, name, wait_seconds=20)
+    pool.build({{"a": Piece(B_BYTES, [1]), "b": Piece(B_BYTES, [2])}}, slab_bytes=B_BYTES)
+    pool.seal()
+    return pool
+
+def put(pool, key, value):
+    with pool.writing(key) as regions:
+        ctypes.memset(regions[key].address, value, B_BYTES)
+
+def data_life(name):
+    pool = adopt(name)
+    put(pool, "a", 1)
+    put(pool, "b", 1)
+    pool.release(["kv_cache"])
+    pool.resume(["kv_cache"])
+    put(pool, "a", 2)
+    pool.close()
+
+def write_half(name):
+    pool = adopt(name)
+    with pool.writing("a") as regions:
+        ctypes.memset(regions["a"].address, 3, B_BYTES // 2)
+        print("holds", os.getpid(), flush=True)
+        signal.pause()
+
+def write_outside(name):
+    pool = adopt(name)
+    print("writes", flush=True)
+    ctypes.memset(pool.regions()["b"].address, 9, 1)
+
 for line in sys.stdin:
     verb, name, *rest = line.split()
     pid = os.fork()
@@ -123,12 +156,19 @@ for line in sys.stdin:
         elif verb == "outlive":
             kill_at, moment, victim = int(rest[0]), "service", int(rest[1])
             os._exit(outlive(name))
+        elif verb == "data_life":
+            kill_at, moment = int(rest[0]), rest[1]
+            data_life(name)
+        elif verb == "write_half":
+            write_half(name)
+        elif verb == "write_outside":
+            write_outside(name)
         elif verb == "hold":
             hold(name, *rest)
         else:
             write_to_it(name)
         os._exit(0)
-    if verb == "hold":
+    if verb in ("hold", "write_half"):
         continue
     _, status = os.waitpid(pid, 0)
     print("status", os.waitstatus_to_exitcode(status), flush=True)
@@ -146,6 +186,24 @@ class Clients:
     def life(self, name: str = "w", *, kill_at: int = 0, moment: str = "answered") -> int:
         """A whole life with that pool, or one that ends at its ``kill_at``-th call: its exit code."""
         self._say(f"life {name} {kill_at} {moment}")
+        return int(self._heard().split()[1])
+
+    def data_life(self, name: str = "kv", *, kill_at: int = 0, moment: str = "answered") -> int:
+        """The same with a pool that is sealed for data: builds or adopts it, writes, parks, wakes, writes."""
+        self._say(f"data_life {name} {kill_at} {moment}")
+        return int(self._heard().split()[1])
+
+    def write_half(self, name: str = "kv") -> int:
+        """Adopts, writes the first half of an entry, and stays inside that: its pid."""
+        self._say(f"write_half {name}")
+        pid = int(self._heard().split()[1])
+        self.held.append(pid)
+        return pid
+
+    def write_outside(self, name: str = "kv") -> int:
+        """Adopts, and writes without having said so: its exit code."""
+        self._say(f"write_outside {name}")
+        assert self._heard() == "writes"
         return int(self._heard().split()[1])
 
     def outlive(self, service_pid: int, kill_at: int) -> int:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .pool_like import PoolLike
     from .ranks import RankedRuntime, RankFollower, RankLinkError, RankSettings
     from .runtime import MemoryStatus, Runtime
+    from .service.data_pool import DataPool
     from .service.pool import Piece, ServicePool
     from .service.state import Lock
     from .signing import ControlAuthError, RequestVerifier, new_headers, sign
@@ -66,6 +67,7 @@ _MODULE_OF: Final = {
     "ControlError": "control_client",
     "CopyLane": "driver",
     "CudaDriver": "cuda_driver",
+    "DataPool": "service.data_pool",
     "DeviceFailed": "errors",
     "DrainTimeout": "errors",
     "Driver": "driver",
@@ -128,6 +130,7 @@ __all__ = [
     "ControlError",
     "CopyLane",
     "CudaDriver",
+    "DataPool",
     "DeviceFailed",
     "DrainTimeout",
     "Driver",

@@ -186,9 +186,10 @@ class CudaCalls:
 
     # -- addresses
 
-    def reserve(self, nbytes: int, alignment_bytes: int) -> int:
+    def reserve(self, nbytes: int, alignment_bytes: int, wish: int = 0) -> int:
+        """At ``wish`` if the driver likes it too."""
         with self.context("reserve"):
-            return int(self._call("reserve", "cuMemAddressReserve", nbytes, alignment_bytes, 0, 0, nbytes=nbytes))
+            return int(self._call("reserve", "cuMemAddressReserve", nbytes, alignment_bytes, wish, 0, nbytes=nbytes))
 
     def free_address(self, address: int, nbytes: int) -> None:
         with self.context("free_address"):

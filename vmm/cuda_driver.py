@@ -104,6 +104,17 @@ class CudaDriver:
             self._ranges[address] = _Range(nbytes)
         return address
 
+    def reserve_at(self, address: int, nbytes: int) -> bool:
+        """See `PlacingDriver`."""
+        self._require_whole("reserve", nbytes)
+        start = self._calls.reserve(nbytes, self._granularity_bytes, address)
+        if start != address:
+            self._calls.free_address(start, nbytes)
+            return False
+        with self._lock:
+            self._ranges[address] = _Range(nbytes)
+        return True
+
     def free_address(self, address: int, nbytes: int) -> None:
         with self._lock:
             reserved = self._ranges.get(address)

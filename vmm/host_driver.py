@@ -190,6 +190,23 @@ class HostDriver:
             self._reserved[address] = nbytes
         return address
 
+    def reserve_at(self, address: int, nbytes: int) -> bool:
+        """See `PlacingDriver`."""
+        self._enter("reserve", nbytes)
+        flags = host_memory.RESERVED | host_memory.MAP_FIXED_NOREPLACE
+        try:
+            if address % self._granularity_bytes:
+                return False
+            start = host_memory.map_pages(address, nbytes, host_memory.PROT_NONE, flags)
+        except OSError:
+            return False
+        if start != address:  # a kernel that knows the flag not
+            host_memory.unmap_pages(start, nbytes)
+            return False
+        with self._lock:
+            self._reserved[address] = nbytes
+        return True
+
     def free_address(self, address: int, nbytes: int) -> None:
         self._enter("free_address", nbytes)
         with self._lock:

@@ -20,6 +20,7 @@ PROT_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 PAGE_BYTES: Final = mmap.PAGESIZE
 HUGE_BYTES: Final = 2 << 20  # with 4 KiB pages; elsewhere a size that aligns well all the same
 MAP_FIXED: Final = 0x10
+MAP_FIXED_NOREPLACE: Final = 0x100000  # Linux 4.17
 MAP_NORESERVE: Final = 0x4000
 RESERVED: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 SHARED_FIXED: Final = mmap.MAP_SHARED | MAP_FIXED

@@ -11,6 +11,7 @@ from typing import Any
 from ..blocks import Allocation
 from ..driver import Access, Driver, Handle
 from ..errors import ContentsLost, LullMemoryError
+from ..placing import reserve
 from ..tags import RestoreMode
 from . import protocol
 from .claims import claim, give_up
@@ -41,6 +42,8 @@ class Attachment:
         self.slabs: list[Slab] = []
         self.entries: dict[str, Place] = {}
         self.layout_hash: str | None = None
+        self.granted: protocol.Message = {}  # the last answer to hello
+        self.wishes: dict[int, int] = {}  # by slot, where its memory should lie
         self._connect_seconds_max = min(CONNECT_SECONDS_MAX, connect_seconds_max)
         self._path = path
         claim(driver, path, name)
@@ -67,7 +70,7 @@ class Attachment:
         if answer["device"] != self.driver.device_uuid:
             there = answer["device"]
             raise ServiceRefused(f"memory service {self._path} serves {there}, not {self.driver.device_uuid}")
-        self.layout_hash = answer["layout_hash"]
+        self.layout_hash, self.granted = answer["layout_hash"], answer
         return str(answer["granted"])
 
     def lock_again(self, wait_seconds: float) -> None:
@@ -214,7 +217,7 @@ class Attachment:
 
     def close(self) -> LullMemoryError | None:
         """Gives everything up; returns what could not be given back."""
-        failure = drop_all(self.slabs, self.driver)
+        failure = self._drop_mappings()
         for slab in self.slabs:
             if not slab.mapped:
                 self.driver.free_address(slab.allocation.address, slab.allocation.reserved_bytes)
@@ -260,9 +263,15 @@ class Attachment:
             slab.slot = int(answer["slot"])
         for key, place in self.entries.items():
             self.publish(key, place)
+        self._finish_donation()
+
+    def _finish_donation(self) -> None:
         self.commit()
 
     # -- inside
+
+    def _drop_mappings(self) -> LullMemoryError | None:
+        return drop_all(self.slabs, self.driver)
 
     def _ask_memory(self, nbytes: int, oom_wait_seconds: float) -> tuple[protocol.Message, int]:
         return self.client.ask_fd(
@@ -286,7 +295,7 @@ class Attachment:
     def _new_slab(self, slot: int, nbytes: int, reserved_bytes: int) -> Slab:
         if not 0 < nbytes <= reserved_bytes:
             raise LayoutInvalid(f"allocation {slot}: {nbytes} bytes in {reserved_bytes}")
-        address = self.driver.reserve(reserved_bytes)
+        address = reserve(self.driver, reserved_bytes, self.wishes.get(slot))
         slab = Slab(slot, Allocation(address, nbytes, reserved_bytes, self.tag, self._mode))
         self.slabs.append(slab)
         return slab

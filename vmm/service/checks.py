@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from ..blocks import Allocation
@@ -21,12 +21,17 @@ class _Piece(Protocol):
 
 
 def require_use(
-    name: object, lock: object, wait_seconds: object, oom_wait_seconds: object, park_seconds_max: object
+    name: object,
+    lock: object,
+    locks: Collection[Lock],
+    wait_seconds: object,
+    oom_wait_seconds: object,
+    park_seconds_max: object,
 ) -> None:
     """What a ServicePool is made with."""
     _require_name(name)
-    if lock not in set(Lock) - {Lock.PARKED}:
-        raise ValueError(f"lock is {lock!r}; use one of Lock but PARKED, which holds no memory")
+    if lock not in locks:
+        raise ValueError(f"lock is {lock!r}; use one of {', '.join(f'Lock.{one.name}' for one in locks)} here")
     _require_seconds("wait_seconds", wait_seconds)
     _require_seconds("oom_wait_seconds", oom_wait_seconds)
     _require_seconds("park_seconds_max", park_seconds_max)

@@ -18,13 +18,16 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from ..errors import LullMemoryError, OutOfDeviceMemory
+from ..host_device import process_key
 from . import protocol
 from .errors import InvalidRequest, LockTimeout, MalformedFrame, ServiceRefused, WrongLock, to_wire
 from .held_pool import HeldPool
 from .holdings import Holdings
 from .protocol import HASH_PATTERN, POOL_PATTERN, Fields, Message
 from .state import Lock, Phase, Session, Todo
+from .survivors import may_write
 
+_SURVIVOR_LOOK_SECONDS: Final = 0.02
 _HUNG_UP: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -44,6 +47,7 @@ class Connection(ABC):
         self.holdings = holdings
         self._socket = connection
         self._pid = pid
+        self._process = process_key(pid)  # None: in another pid namespace, so nothing can be said about it
         self._pool: HeldPool | None = None
         self._session: Session | None = None
         self.silent_since: float | None = time.monotonic()  # without a lock, and nothing is done for it
@@ -151,6 +155,9 @@ class Connection(ABC):
             self._pool = self.holdings.pool(name)
             number = self.holdings.new_session(self._waker)
             now = time.monotonic()
+            data = self._pool.state.data
+            if data is not None and data.survivor is not None and data.survivor == self._process:
+                data.survivor_gone(back=True)
             self._session = self._pool.state.request(number, self._pid, lock, now, wait_seconds, expected)
         return self._granted(oom_wait_seconds)
 
@@ -185,16 +192,24 @@ class Connection(ABC):
                 "generation": pool.state.generation,
                 "layout_hash": pool.state.layout_hash,
                 "device": self.holdings.driver.device_uuid,
+                **self.seal_facts(pool),
             }
         return content, None
+
+    def seal_facts(self, pool: HeldPool) -> Message:
+        """Which seal a data writer has, and how many have had it before; nothing for others."""
+        data = pool.state.data
+        return {} if data is None else {"seal": data.identity, "grants": data.grants}
 
     def _wait_for_lock(self, pool: HeldPool, session: Session) -> None:
         while True:
             with self.holdings.mutex:
+                survives = _look_at_survivor(pool)
                 self.holdings.settle(pool)
                 if session.phase is not Phase.WAITING:
                     return
-            self._wait_for_change(session.deadline)
+            soon = time.monotonic() + _SURVIVOR_LOOK_SECONDS
+            self._wait_for_change(min(session.deadline, soon) if survives else session.deadline)
 
     def clear(self, pool: HeldPool) -> None:
         with self.holdings.mutex:
@@ -316,8 +331,9 @@ class Connection(ABC):
             return
         pool, session = self._pool, self._session
         self._pool = self._session = None
+        survivor = self._process if self._process is not None and may_write(self._process) else None
         with self.holdings.mutex:
-            todo = pool.state.gone(session)
+            todo = pool.state.gone(session, survivor)
         try:
             if todo is Todo.CLEAR:
                 self.clear(pool)
@@ -328,9 +344,21 @@ class Connection(ABC):
                 self.holdings.leave(pool, session.number)
 
 
+def _look_at_survivor(pool: HeldPool) -> bool:
+    """Whether a data writer that has lost its connection lives still; when it has ended, all may be torn."""
+    data = pool.state.data
+    if data is None or data.survivor is None:
+        return False
+    if may_write(data.survivor):
+        return True
+    data.survivor_gone(back=False)
+    return False
+
+
 _LOCK_PATTERN: Final = re.compile("|".join(Lock))
 _GRANTED: Final = {
     Phase.WRITER: str(Lock.READ_WRITE),
     Phase.READER: str(Lock.READ_ONLY),
+    Phase.DATA_WRITER: str(Lock.WRITE_DATA),
     Phase.PARKED: str(Lock.PARKED),
 }

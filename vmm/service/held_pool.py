@@ -36,6 +36,7 @@ class HeldPool:
         self.layout = Layout()
         self.keep_backup = False  # over the next wake
         self.pinned = False
+        self.places: dict[int, int] = {}  # of allocations, where the one who sealed the layout had them mapped
         self._driver = driver
         self._events = events
         self._copy_threads = copy_threads
@@ -96,7 +97,7 @@ class HeldPool:
     def take_contents(self) -> tuple[list[Handle], list[Backup]]:
         """Empties the pool; the caller gives up what it gets, outside of any lock."""
         handles, backups = list(self._handles.values()), list(self._backups.values())
-        self._handles, self._backups, self.layout = {}, {}, Layout()
+        self._handles, self._backups, self.layout, self.places = {}, {}, Layout(), {}
         self.keep_backup = self.pinned = False
         return handles, backups
 

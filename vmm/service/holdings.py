@@ -90,7 +90,7 @@ class Holdings:
         self._wakers.pop(number, None)
         self.settle(pool)
         state = pool.state
-        if not (state.sessions or state.committed or state.activity or pool.layout.slots):
+        if not (state.sessions or state.layout_hash or state.activity or pool.layout.slots):
             self.pools.pop(pool.name, None)
 
     def describe(self) -> dict[str, Any]:
@@ -122,9 +122,17 @@ def _describe(pool: HeldPool) -> dict[str, Any]:
         "resident_bytes": pool.resident_bytes(),
         "backup_bytes": pool.backup_bytes(),
         "backup_clean": state.backup_clean,
-        "writer_pids": state.pids(Phase.WRITER),
+        "writer_pids": state.pids(Phase.WRITER, Phase.DATA_WRITER),
         "reader_pids": state.pids(Phase.READER, Phase.LEAVING),
         "parked_pids": state.pids(Phase.PARKED),
+        "data": None
+        if state.data is None
+        else {
+            "grants": state.data.grants,
+            "written": len(state.data.written),
+            "torn": len(state.data.torn),
+            "survivor_pid": None if state.data.survivor is None else state.data.survivor[0],
+        },
         "waiting": [
             {"pid": session.pid, "lock": str(session.lock), "seconds": round(now - session.since, 3)}
             for session in state.sessions.values()

@@ -57,7 +57,7 @@ class Piece:
     value: Any = None
 
 
-class _Phase(Enum):
+class PoolPhase(Enum):
     QUIET = "quiet"
     RELEASE = "prepared release"
     RESUME = "prepared resume"
@@ -65,6 +65,8 @@ class _Phase(Enum):
 
 class ServicePool:
     """One engine's use of one pool of the service. Thread-safe; park and wake are not called at the same time."""
+
+    _locks: tuple[Lock, ...] = (Lock.READ_WRITE, Lock.READ_ONLY, Lock.READ_WRITE_OR_READ_ONLY)
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class ServicePool:
         """
         require_tag(tag)
         mode = require_mode(mode)
-        checks.require_use(name, lock, wait_seconds, oom_wait_seconds, park_seconds_max)
+        checks.require_use(name, lock, self._locks, wait_seconds, oom_wait_seconds, park_seconds_max)
         self.driver = driver
         self.name = name
         self.tag = tag
@@ -104,11 +106,10 @@ class ServicePool:
         self._guard = threading.RLock()
         self._parked = False
         self._closed = False
-        self._phase = _Phase.QUIET
+        self._phase = PoolPhase.QUIET
         self._ours = False  # the prepared transition is about our tag
         self._parked_there = False  # and the service has parked the pool already
-        waits = {"connect_seconds_max": wait_seconds, "wake_seconds_max": park_seconds_max}
-        self._there = Attachment(driver, Path(socket_path), name, tag, mode, **waits)
+        self._there = self._connect(Path(socket_path))
         try:
             granted = self._there.hello(lock, wait_seconds=wait_seconds, oom_wait_seconds=oom_wait_seconds)
             self.writer = granted == Lock.READ_WRITE
@@ -118,6 +119,12 @@ class ServicePool:
         except BaseException:
             self.close()
             raise
+
+    def _connect(self, socket_path: Path) -> Attachment:
+        return Attachment(self.driver, socket_path, self.name, self.tag, self._mode, **self._waits())
+
+    def _waits(self) -> dict[str, float]:
+        return {"connect_seconds_max": self._wait_seconds, "wake_seconds_max": self._park_seconds_max}
 
     # -- the writer's
 
@@ -230,7 +237,7 @@ class ServicePool:
     def prepare_release(self, tags: Iterable[str]) -> None:
         """The last user has the service make the backup now; nothing else changes. Raises OutOfHostMemory."""
         with self._guard:
-            self._begin(_Phase.RELEASE, self.tag in require_tags(tags) and not self._parked)
+            self._begin(PoolPhase.RELEASE, self.tag in require_tags(tags) and not self._parked)
             if not self._ours:
                 return
             try:
@@ -241,12 +248,12 @@ class ServicePool:
                     if not self._parked_there:
                         self._prepare_park()
             except BaseException:
-                self._phase = _Phase.QUIET
+                self._phase = PoolPhase.QUIET
                 raise
 
     def abort_release(self) -> None:
         with self._guard:
-            if not self._end(_Phase.RELEASE):
+            if not self._end(PoolPhase.RELEASE):
                 return
             if self.writer:
                 return
@@ -261,7 +268,7 @@ class ServicePool:
     def commit_release(self) -> None:
         """The handles are kept until the service has answered: if it dies here, the engine goes on with them."""
         with self._guard:
-            if not self._end(_Phase.RELEASE):
+            if not self._end(PoolPhase.RELEASE):
                 return
             if self.writer:
                 self._give_away("the park")
@@ -281,7 +288,7 @@ class ServicePool:
         """Maps the service's memory again, after the service has brought it back. OutOfDeviceMemory can be retried;
         ContentsLost says that the service does not have what this engine was built on."""
         with self._guard:
-            self._begin(_Phase.RESUME, self.tag in require_tags(tags) and self._parked)
+            self._begin(PoolPhase.RESUME, self.tag in require_tags(tags) and self._parked)
             if not self._ours:
                 return
             try:
@@ -295,15 +302,15 @@ class ServicePool:
                     self._park_again()
                     raise
             except StaleLayout as error:
-                self._phase = _Phase.QUIET
+                self._phase = PoolPhase.QUIET
                 raise ContentsLost("the wake", lost=(self.tag,), parked=(), live=()) from error
             except BaseException:
-                self._phase = _Phase.QUIET
+                self._phase = PoolPhase.QUIET
                 raise
 
     def abort_resume(self) -> None:
         with self._guard:
-            if not self._end(_Phase.RESUME):
+            if not self._end(PoolPhase.RESUME):
                 return
             if self.writer:
                 self._give_away("the wake")
@@ -312,7 +319,7 @@ class ServicePool:
 
     def commit_resume(self) -> None:
         with self._guard:
-            if not self._end(_Phase.RESUME):
+            if not self._end(PoolPhase.RESUME):
                 return
             self._parked = False
             if self.writer:
@@ -427,15 +434,15 @@ class ServicePool:
         if self._closed:
             raise PoolClosed(f"pool {self.name} is closed; make another")
 
-    def _begin(self, phase: _Phase, ours: bool) -> None:
+    def _begin(self, phase: PoolPhase, ours: bool) -> None:
         self._require_open()
-        if self._phase is not _Phase.QUIET:
+        if self._phase is not PoolPhase.QUIET:
             raise TransitionInProgress(f"a {self._phase.value} is under way in pool {self.name}; wait for it")
         self._phase, self._ours = phase, ours
 
-    def _end(self, phase: _Phase) -> bool:
+    def _end(self, phase: PoolPhase) -> bool:
         """Whether the transition that ends is about our tag."""
         if self._phase is not phase:
             raise TransitionInProgress(f"there is no {phase.value} in pool {self.name}; prepare it first")
-        self._phase = _Phase.QUIET
+        self._phase = PoolPhase.QUIET
         return self._ours

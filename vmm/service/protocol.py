@@ -170,6 +170,29 @@ class Fields:
             return None
         return self.text(name, pattern)
 
+    def integers(self, name: str, least: int, most: int) -> list[int]:
+        given = self._take(name)
+        if not isinstance(given, list):
+            _invalid(f"{name} is {_shown(given)}; a list of integers is needed")
+        numbers: list[int] = []
+        for number in cast("list[object]", given):
+            if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
+                _invalid(f"{name} has {_shown(number)}; integers from {least} to {most} are needed")
+            numbers.append(number)
+        return numbers
+
+    def optional_texts(self, name: str, pattern: re.Pattern[str]) -> list[str] | None:
+        """None if the field is absent or null."""
+        given = self._left.pop(name, None)
+        if given is None:
+            return None
+        if not isinstance(given, list):
+            _invalid(f"{name} is {_shown(given)}; a list is needed")
+        texts = [text for text in cast("list[object]", given) if isinstance(text, str) and pattern.fullmatch(text)]
+        if len(texts) != len(cast("list[object]", given)):
+            _invalid(f"{name} has something that does not match {pattern.pattern}")
+        return texts
+
     def value(self, name: str) -> object:
         """Any JSON, within its bound."""
         value = self._take(name)

@@ -9,18 +9,19 @@ from typing import Final
 from ..driver import Handle
 from ..errors import LullMemoryError
 from ..tags import TAG_PATTERN, RestoreMode
-from .connection import Answer, Connection, Handler
+from .connection import Answer, Handler
+from .data_requests import DataRequests
 from .errors import MalformedFrame
 from .layout import Entry
 from .protocol import ALLOCATION_BYTES_MAX, HANDLE_PATTERN, KEY_PATTERN, Fields
-from .state import Phase, Todo
+from .state import USING, Phase, Todo
 
 _SLOT_MAX: Final = 1 << 31
 _PAGE_BYTES_MAX: Final = 512 << 10
 _MODE_PATTERN: Final = re.compile(f"{RestoreMode.CPU}|{RestoreMode.PINNED}")
 
 
-class Client(Connection):
+class Client(DataRequests):
     def requests(self) -> dict[str, Handler]:
         return {
             "allocate": self._allocate,
@@ -36,6 +37,7 @@ class Client(Connection):
             "abort_park": self._abort_park,
             "commit_park": self._commit_park,
             "confirm": self._confirm,
+            **self.data_requests(),
         }
 
     # -- the writer's
@@ -101,7 +103,7 @@ class Client(Connection):
 
     def _commit(self, fields: Fields, _fd: int | None) -> Answer:
         fields.end()
-        pool, session = self.writing(), self.held()[1]
+        pool, session = self.holding(Phase.WRITER, Phase.DATA_WRITER), self.held()[1]
         with self.holdings.mutex:
             pool.layout.check()
             pool.state.commit(session, pool.layout.digest(), time.monotonic())
@@ -112,7 +114,7 @@ class Client(Connection):
 
     def _slots(self, fields: Fields, _fd: int | None) -> Answer:
         fields.end()
-        pool = self.holding(Phase.WRITER, Phase.READER, Phase.LEAVING)
+        pool = self.holding(*USING)
         with self.holdings.mutex:
             slots = [[slot, r.nbytes, r.reserved_bytes, r.tag] for slot, r in sorted(pool.layout.slots.items())]
         return {"slots": slots}, None
@@ -120,7 +122,7 @@ class Client(Connection):
     def _entries(self, fields: Fields, _fd: int | None) -> Answer:
         after = fields.optional_text("after", KEY_PATTERN)
         fields.end()
-        pool = self.holding(Phase.WRITER, Phase.READER, Phase.LEAVING)
+        pool = self.holding(*USING)
         with self.holdings.mutex:
             page = [[key, e.slot, e.offset, e.nbytes, e.value] for key, e in pool.layout.page(after, _PAGE_BYTES_MAX)]
         return {"entries": page}, None
@@ -128,7 +130,7 @@ class Client(Connection):
     def _export(self, fields: Fields, _fd: int | None) -> Answer:
         slot = fields.integer("slot", 0, _SLOT_MAX)
         fields.end()
-        handle, exported = self.holding(Phase.WRITER, Phase.READER, Phase.LEAVING).export(slot)
+        handle, exported = self.holding(*USING).export(slot)
         return {"reserved_bytes": handle.nbytes, "key": handle.key}, exported
 
     # -- park
@@ -172,7 +174,7 @@ class Client(Connection):
     def _confirm(self, fields: Fields, _fd: int | None) -> Answer:
         """The wake is complete: a backup that nobody wants to keep is dropped."""
         fields.end()
-        pool = self.holding(Phase.READER)
+        pool = self.holding(Phase.READER, Phase.DATA_WRITER)
         with self.holdings.mutex:
             droppable = pool.state.may_drop_backup() and not pool.keep_backup
             backups = pool.take_backups() if droppable else []

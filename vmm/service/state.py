@@ -1,19 +1,21 @@
 """Who holds which lock on one pool, who waits, and where its bytes are. Pure: it is told the time and does nothing.
 
-A lock is a connection. One writer, or many readers; a waiting writer keeps new readers out. What has to be done outside
-(copy, release, clear) is answered as a word and reported back; while it is being done the pool has an ``activity`` and
-grants nothing. Only `settle` grants, refuses and expires.
+A lock is a connection. One writer, or many readers; a waiting writer keeps new readers out. Under a layout that is
+sealed for data one client writes data, and keeps that lock while it is parked; its memory outlives it, see `data_seal`.
+What has to be done outside (copy, release, clear) is answered as a word and reported back; while it is being done the
+pool has an ``activity`` and grants nothing. Only `settle` grants, refuses and expires.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from .errors import LockTimeout, ServiceError, StaleLayout, WrongLock
+from .data_seal import DataSeal
+from .errors import LayoutInvalid, LockTimeout, ServiceError, StaleLayout, WrongLock
 
 EVENTS_MAX: Final = 256
 
@@ -22,16 +24,22 @@ class Lock(StrEnum):
     READ_WRITE = "read_write"
     READ_ONLY = "read_only"
     READ_WRITE_OR_READ_ONLY = "read_write_or_read_only"  # the first one writes, later ones read
+    WRITE_DATA = "write_data"  # of a layout that is sealed for that; nothing else of it changes
+    WRITE_DATA_OR_READ_WRITE = "write_data_or_read_write"  # the first one builds and seals, later ones adopt
     PARKED = "parked"  # a user that holds no memory and may ask for it later
+
+
+DATA_LOCKS: Final = frozenset({Lock.WRITE_DATA, Lock.WRITE_DATA_OR_READ_WRITE})
 
 
 class Phase(StrEnum):
     WAITING = "waiting"
     WRITER = "writer"
     READER = "reader"
-    LEAVING = "leaving"  # a reader whose park is prepared
+    DATA_WRITER = "data_writer"
+    LEAVING = "leaving"  # a reader or data writer whose park is prepared
     PARKED = "parked"
-    WAKER = "waker"  # will be a reader once it has brought the bytes back
+    WAKER = "waker"  # will be what it asked for once it has brought the bytes back
     REFUSED = "refused"
 
 
@@ -51,6 +59,8 @@ class PoolWord(StrEnum):
 
     EMPTY = "empty"
     WRITING = "writing"
+    SEALED = "sealed"  # for data, which nobody writes now
+    WRITING_DATA = "writing_data"
     COMMITTED = "committed"
     READING = "reading"
     PARKED = "parked"
@@ -78,6 +88,8 @@ class Session:
     deadline: float
     expected_layout: str | None = None
     was_parked: bool = False
+    holds_data: bool = False  # the data lock, from its grant to the end of the connection, parked or not
+    left: bool = False  # it has said that it writes no more
     refusal: ServiceError | None = None
 
 
@@ -112,7 +124,8 @@ class PoolState:
     def __init__(self, name: str, events: EventRing) -> None:
         self.name = name
         self.committed = False
-        self.layout_hash: str | None = None
+        self.data: DataSeal | None = None  # the layout is sealed, and its data is not
+        self.layout_hash: str | None = None  # of what is committed or sealed
         self.generation = 0  # counts commits and clears: contents of two generations may differ
         self.place = Place.DEVICE
         self.backup_clean = False  # host memory holds what was committed
@@ -132,11 +145,12 @@ class PoolState:
         return session
 
     def request_again(self, session: Session, now: float, wait_seconds: float, expected_layout: str) -> None:
-        """A parked session wants to read again."""
+        """A parked session wants to read again, or to write data again."""
         self._require(session, Phase.PARKED)
         del self.sessions[session.number]  # it queues up behind those that wait already
         self.sessions[session.number] = session
-        session.phase, session.lock, session.was_parked = Phase.WAITING, Lock.READ_ONLY, True
+        session.lock = Lock.WRITE_DATA if session.holds_data else Lock.READ_ONLY
+        session.phase, session.was_parked = Phase.WAITING, True
         session.since, session.deadline = now, now + wait_seconds
         session.expected_layout, session.refusal = expected_layout, None
 
@@ -154,19 +168,39 @@ class PoolState:
     # -- the writer
 
     def commit(self, session: Session, layout_hash: str, now: float) -> None:
-        """Seals the layout; the writer is a reader from now on."""
-        self._require(session, Phase.WRITER)
+        """Seals everything; the writer, or the data writer once its data is whole, is a reader from now on."""
+        self._require(session, Phase.WRITER, Phase.DATA_WRITER)
+        if self.data is not None and (unfinished := self.data.written | self.data.torn):
+            shown = ", ".join(sorted(unfinished)[:5])
+            raise LayoutInvalid(f"{len(unfinished)} entries are not written whole ({shown}); write them, then commit")
+        self.data, session.holds_data = None, False
         self.committed, self.layout_hash, self.place = True, layout_hash, Place.DEVICE
         self.backup_clean = self.park_wanted = False
         self.generation += 1
         session.phase, session.since = Phase.READER, now
         self._say("committed", session, layout_hash=layout_hash, generation=self.generation)
 
+    def seal(self, session: Session, layout_hash: str, identity: str, slot_of: Mapping[str, int], now: float) -> None:
+        """Seals the layout and leaves the data to be written; the writer is the data writer from now on."""
+        self._require(session, Phase.WRITER)
+        self.layout_hash, self.place = layout_hash, Place.DEVICE
+        self.data = DataSeal(identity, slot_of)
+        self.backup_clean = self.park_wanted = False
+        self.generation += 1
+        session.phase, session.since, session.holds_data = Phase.DATA_WRITER, now, True
+        self._say("layout_sealed", session, layout_hash=layout_hash, generation=self.generation)
+
+    def writing_data(self, session: Session) -> DataSeal:
+        """What the data writer says about its writes; a backup is none of what it writes from now on."""
+        self._require(session, Phase.DATA_WRITER)
+        assert self.data is not None, "a data writer has a sealed layout"
+        return self.data
+
     def cleared(self, allocations: int) -> None:
         """Everything that the pool held is gone: so many allocations."""
         if self.activity is Activity.CLEARING:
             self.activity = None
-        self.committed, self.layout_hash, self.place = False, None, Place.DEVICE
+        self.committed, self.data, self.layout_hash, self.place = False, None, None, Place.DEVICE
         self.backup_clean = self.park_wanted = False
         self.generation += 1
         if allocations:
@@ -175,8 +209,10 @@ class PoolState:
     # -- park and wake
 
     def prepare_park(self, session: Session) -> Todo:
-        """A reader wants to leave. The last one has the backup made before anything is given up."""
-        self._require(session, Phase.READER, Phase.LEAVING)
+        """A user wants to leave. The last one has the backup made before anything is given up."""
+        self._require(session, Phase.READER, Phase.DATA_WRITER, Phase.LEAVING)
+        if self.data is not None and self.data.written:
+            raise WrongLock(f"pool {self.name}: {len(self.data.written)} entries are being written; end that first")
         if self.activity is not None:
             return Todo.WAIT
         session.phase = Phase.LEAVING
@@ -189,12 +225,12 @@ class PoolState:
         self.activity = None
         self.backup_clean = done
         if not done:
-            session.phase = Phase.READER
+            session.phase = _using(session)
             self._say("backup_failed", session)
 
     def abort_park(self, session: Session) -> None:
         self._require(session, Phase.LEAVING)
-        session.phase = Phase.READER
+        session.phase = _using(session)
 
     def commit_park(self, session: Session, now: float) -> Todo:
         """The reader has dropped its mappings. PARK if it was the last user, else NOTHING is given back yet."""
@@ -223,7 +259,7 @@ class PoolState:
         self.activity = None
         if done:
             self.place = Place.DEVICE
-            self._become_reader(session, now)
+            self._become_user(session, now)
             self._say("woken", session)
         else:
             self._refuse(session, None)
@@ -235,15 +271,21 @@ class PoolState:
 
     # -- the end of a connection
 
-    def gone(self, session: Session) -> Todo:
-        """The connection has ended. CLEAR for an uncommitted writer; PARK if only parked users are left."""
+    def gone(self, session: Session, survivor: tuple[int, int] | None = None) -> Todo:
+        """The connection has ended. CLEAR for a writer that has sealed nothing; PARK if only parked users are left.
+
+        ``survivor``: pid and start of its process, if that lives on.
+        """
         if self.sessions.pop(session.number, None) is None:
             return Todo.NOTHING
         if session.phase is Phase.WRITER:
             self._say("writer_aborted", session)
             self.activity = Activity.CLEARING
             return Todo.CLEAR
-        if session.phase in (Phase.READER, Phase.LEAVING, Phase.PARKED):
+        if session.holds_data and self.data is not None:
+            self.data.writer_gone(None if session.left else survivor)
+            self._say("data_writer_gone", session, phase=str(session.phase), torn=len(self.data.torn))
+        elif session.phase in (Phase.READER, Phase.LEAVING, Phase.PARKED):
             self._say("user_gone", session, phase=str(session.phase))
         return self._park_if_unused() if session.phase in (Phase.READER, Phase.LEAVING) else Todo.NOTHING
 
@@ -251,15 +293,17 @@ class PoolState:
 
     def users(self) -> int:
         """Sessions whose memory is on the device."""
-        return self._count(Phase.READER) + self._count(Phase.LEAVING) + self._count(Phase.WRITER)
+        return len(self.pids(*USING))
 
     def word(self) -> PoolWord:
         if self._count(Phase.WRITER):
             return PoolWord.WRITING
-        if not self.committed:
+        if self.layout_hash is None:
             return PoolWord.EMPTY
         if self.place is Place.HOST:
             return PoolWord.PARKED
+        if self.data is not None:
+            return PoolWord.WRITING_DATA if self.users() else PoolWord.SEALED
         return PoolWord.READING if self.users() else PoolWord.COMMITTED
 
     def pids(self, *phases: Phase) -> list[int]:
@@ -270,7 +314,11 @@ class PoolState:
     def _grant_one(self, now: float) -> bool:
         if self.activity is not None or self._count(Phase.WRITER):
             return False
+        if self.data is not None and self.data.survivor is not None:
+            return False  # it may write still
         waiting = self._waiting()
+        if (holder := next((one for one in self.sessions.values() if one.holds_data), None)) is not None:
+            return self._refuse_stale(waiting) or (holder.phase is Phase.WAITING and self._grant_shared(holder, now))
         if any(session.lock is Lock.READ_WRITE for session in waiting):
             if self.users():
                 return self._refuse_stale(waiting)  # a waiting writer keeps new readers out
@@ -279,22 +327,35 @@ class PoolState:
         return self._refuse_stale(waiting) or any(self._grant_shared(session, now) for session in waiting)
 
     def _grant_shared(self, session: Session, now: float) -> bool:
+        if self.data is not None:
+            return session.lock in DATA_LOCKS and self._grant_use(session, now)
         if self.committed:
+            if session.lock in DATA_LOCKS:
+                return False
             if session.lock is Lock.PARKED:
                 session.phase, session.since = Phase.PARKED, now
                 self._say("user_parked", session, users=self.users())
-            elif self.place is Place.HOST:
-                session.phase, self.activity = Phase.WAKER, Activity.WAKING
-            else:
-                self._become_reader(session, now)
-            return True
-        return session.lock is Lock.READ_WRITE_OR_READ_ONLY and self._become_writer(session, now)
+                return True
+            return self._grant_use(session, now)
+        first_builds = session.lock in (Lock.READ_WRITE_OR_READ_ONLY, Lock.WRITE_DATA_OR_READ_WRITE)
+        return first_builds and self._become_writer(session, now)
+
+    def _grant_use(self, session: Session, now: float) -> bool:
+        """Of what is committed or sealed, by whoever may have it."""
+        if self.data is not None and not session.holds_data:
+            session.holds_data = True
+            self.data.grants += 1
+        if self.place is Place.HOST:
+            session.phase, self.activity = Phase.WAKER, Activity.WAKING
+        else:
+            self._become_user(session, now)
+        return True
 
     def _refuse_stale(self, waiting: list[Session]) -> bool:
         """Whoever was built on another layout need not wait."""
         for session in waiting:
             if session.expected_layout not in (None, self.layout_hash):
-                has = f"layout {self.layout_hash}" if self.committed else "nothing that is committed"
+                has = f"layout {self.layout_hash}" if self.layout_hash else "nothing that is committed"
                 text = f"pool {self.name} holds {has}, not layout {session.expected_layout}; build the engine again"
                 self._refuse(session, StaleLayout(text))
                 return True
@@ -305,19 +366,22 @@ class PoolState:
         self._say("writer_connected", session)
         return True
 
-    def _become_reader(self, session: Session, now: float) -> None:
-        session.phase, session.since = Phase.READER, now
+    def _become_user(self, session: Session, now: float) -> None:
+        session.phase, session.since = _using(session), now
         self.park_wanted = False
-        self._say("reader_connected", session)
+        self._say("data_writer_connected" if session.holds_data else "reader_connected", session)
 
     def _refuse(self, session: Session, refusal: ServiceError | None) -> None:
         session.refusal = refusal
         session.phase = Phase.PARKED if session.was_parked else Phase.REFUSED
         if session.phase is Phase.REFUSED:
+            if session.holds_data and self.data is not None:  # it never had it: the wake before it failed
+                session.holds_data = False
+                self.data.grants -= 1
             del self.sessions[session.number]
 
     def _park_if_unused(self) -> Todo:
-        if not (self.committed and self.place is Place.DEVICE and self.park_wanted):
+        if not (self.layout_hash is not None and self.place is Place.DEVICE and self.park_wanted):
             return Todo.NOTHING
         if self.users() or self.activity is not None:
             return Todo.NOTHING
@@ -332,8 +396,18 @@ class PoolState:
 
     def _timeout_text(self, session: Session, now: float) -> str:
         reason = f"it is {self.word()}"
-        if self.users():
-            reason += f", used by processes {self.pids(Phase.WRITER, Phase.READER, Phase.LEAVING)}"
+        if self.data is not None and self.data.survivor is not None:
+            reason = f"process {self.data.survivor[0]} has lost its connection and may write to it still; end it"
+        elif self.committed and session.lock in DATA_LOCKS:
+            reason = "it is committed, so only read: replace it (read_write)"
+        elif self.users():
+            reason += f", used by processes {self.pids(*USING)}"
+        elif any(one.holds_data for one in self.sessions.values()):
+            reason += f", and process {self.pids(Phase.PARKED)} has its data lock"
+        elif self.data is not None:
+            reason = (
+                "its layout is sealed and its data is not committed: adopt it (write_data) or replace it (read_write)"
+            )
         elif not self.committed:
             reason = "nothing is committed in it"
         return f"pool {self.name}: no {session.lock} lock within {now - session.since:.1f} s: {reason}"
@@ -345,3 +419,10 @@ class PoolState:
 
     def _say(self, kind: str, session: Session, **data: Any) -> None:
         self._events.add(kind, self.name, pid=session.pid, session=session.number, **data)
+
+
+USING: Final = (Phase.WRITER, Phase.READER, Phase.DATA_WRITER, Phase.LEAVING)  # whose memory is on the device
+
+
+def _using(session: Session) -> Phase:
+    return Phase.DATA_WRITER if session.holds_data else Phase.READER

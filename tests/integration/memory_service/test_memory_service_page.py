@@ -1,4 +1,4 @@
-"""The example of docs/memory-service.md, as it stands there, in two processes at once."""
+"""The examples of docs/memory-service.md, as they stand there, in processes of their own."""
 
 from __future__ import annotations
 
@@ -35,3 +35,13 @@ def test_the_first_process_loads_and_the_second_attaches(world: World, tmp_path:
     name = "tiny/uint8/rank0"
     wait_until(lambda: world.service.pool(name)["state"] == "committed", 10, "both have left, and the weights stay")
     drop_pool(world.service.socket, name)
+
+
+def test_data_is_built_once_and_adopted_afterwards(world: World, tmp_path: Path) -> None:
+    script = tmp_path / "data.py"
+    script.write_text(example("memory-service.md", containing="DataPool("))
+    argv = [sys.executable, str(script), str(world.device.path), str(world.service.socket)]
+    for came in ("built", "adopted"):
+        said = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
+        assert said.startswith(f"{came} torn: ()"), said
+    drop_pool(world.service.socket, "tiny/kv/rank0")

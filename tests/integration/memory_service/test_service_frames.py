@@ -39,6 +39,7 @@ from tests.waiting import wait_until
 OPS = [
     *("state", "events", "hello", "resume", "allocate", "donate", "free", "put", "delete"),
     *("commit", "slots", "entries", "export", "prepare_park", "abort_park", "commit_park", "confirm"),
+    *("seal", "begin_write", "end_write", "torn", "places", "leave"),
 ]
 HELLO = {"op": "hello", "version": 1, "pool": "w", "lock": "read_write", "wait_seconds": 0, "oom_wait_seconds": 0}
 FIELDS = st.sampled_from(

@@ -6,10 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from lull.vmm.service.errors import WrongLock
-from lull.vmm.service.state import Activity, EventRing, Lock, Phase, Place, PoolState, Session, Todo
+from lull.vmm.service.errors import LayoutInvalid, WrongLock
+from lull.vmm.service.state import DATA_LOCKS, USING, Activity, EventRing, Lock, Phase, Place, PoolState, Session, Todo
 
 HASHES = ("a" * 64, "b" * 64)
+SLOTS = {"x": 0, "y": 0, "z": 1}
 
 
 class LockMachine(RuleBasedStateMachine):
@@ -23,7 +24,10 @@ class LockMachine(RuleBasedStateMachine):
         self.pool = PoolState("w", EventRing(lambda: self.now))
         self.count = 0
         self.gone: set[int] = set()
-        self.written: str | None = None  # what a model knows to be committed
+        self.written: str | None = None  # what a model knows to be committed or sealed
+        self.sealed = False
+        self.torn: set[str] = set()
+        self.open: set[str] = set()
         self.backed_up = False
         self.doing: tuple[str, Session | None] | None = None  # what has to be reported back
         self.needs_clear: set[int] = set()  # writers that were granted and have not cleared yet
@@ -34,7 +38,8 @@ class LockMachine(RuleBasedStateMachine):
             if session.phase is Phase.WRITER and session.number not in self.needs_clear:
                 self.needs_clear.add(session.number)
                 self.pool.cleared(0)
-                self.written, self.backed_up = None, False
+                self.written, self.backed_up, self.sealed = None, False, False
+                self.torn, self.open = set(), set()
 
     def live(self, session: Session) -> bool:
         return session.number in self.pool.sessions and session.number not in self.gone
@@ -56,20 +61,42 @@ class LockMachine(RuleBasedStateMachine):
     def commit(self, session: Session, layout: str) -> None:
         if not self.live(session):
             return
-        if session.phase is not Phase.WRITER:
+        may = session.phase is Phase.WRITER or (session.phase is Phase.DATA_WRITER and not self.torn | self.open)
+        if not may:
             try:
                 self.pool.commit(session, layout, self.now)
-            except WrongLock:
+            except (WrongLock, LayoutInvalid):
                 return
-            raise AssertionError("only a writer commits")
+            raise AssertionError("only a writer commits, and only what is whole")
         self.pool.commit(session, layout, self.now)
-        self.written = layout
+        self.written, self.sealed, self.backed_up = layout, False, False
         self.settle()
+
+    @rule(session=sessions, layout=st.sampled_from(HASHES))
+    def seal(self, session: Session, layout: str) -> None:
+        if self.live(session) and session.phase is Phase.WRITER:
+            self.pool.seal(session, layout, "s", SLOTS, self.now)
+            self.written, self.sealed, self.backed_up = layout, True, False
+            self.settle()
+
+    @rule(session=sessions, key=st.sampled_from(sorted(SLOTS)))
+    def begin_write(self, session: Session, key: str) -> None:
+        if self.live(session) and session.phase is Phase.DATA_WRITER:
+            self.pool.writing_data(session).begin([key])
+            self.open.add(key)
+            self.pool.backup_clean = self.backed_up = False
+
+    @rule(session=sessions, key=st.sampled_from(sorted(SLOTS)), whole=st.booleans())
+    def end_write(self, session: Session, key: str, whole: bool) -> None:
+        if self.live(session) and session.phase is Phase.DATA_WRITER:
+            self.pool.writing_data(session).end([key], whole=whole)
+            self.open.discard(key)
+            self.torn = self.torn - {key} if whole else self.torn | {k for k in SLOTS if SLOTS[k] == SLOTS[key]}
 
     @precondition(lambda self: self.doing is None)
     @rule(session=sessions)
     def prepare_park(self, session: Session) -> None:
-        if self.live(session) and session.phase is Phase.READER:
+        if self.live(session) and session.phase in (Phase.READER, Phase.DATA_WRITER) and not self.open:
             todo = self.pool.prepare_park(session)
             if todo is Todo.BACK_UP:
                 self.doing = ("back_up", session)
@@ -126,6 +153,9 @@ class LockMachine(RuleBasedStateMachine):
         if not self.live(session) or session.phase is Phase.WAKER or (self.doing and self.doing[1] is session):
             return
         self.gone.add(session.number)
+        if session.holds_data:
+            self.torn |= {key for key in SLOTS if SLOTS[key] in {SLOTS[one] for one in self.open}}
+            self.open = set()
         todo = self.pool.gone(session)
         if todo is Todo.CLEAR:
             assert self.written is None, "what is committed is never cleared for its writer's death"
@@ -141,12 +171,22 @@ class LockMachine(RuleBasedStateMachine):
         writers = phases.count(Phase.WRITER)
         assert writers <= 1
         if writers:
-            assert not {Phase.READER, Phase.LEAVING, Phase.WAKER} & set(phases)
+            assert not {Phase.READER, Phase.DATA_WRITER, Phase.LEAVING, Phase.WAKER} & set(phases)
+        holders = [session for session in self.pool.sessions.values() if session.holds_data]
+        assert len(holders) <= 1, "one writer of data"
+        if holders:
+            assert self.sealed
+            assert not [s for s in self.pool.sessions.values() if s.phase in USING and s is not holders[0]]
         assert phases.count(Phase.WAKER) <= 1
 
     @invariant()
     def readers_read_what_was_committed(self) -> None:
-        assert (self.pool.layout_hash if self.pool.committed else None) == self.written
+        assert self.pool.layout_hash == self.written
+        assert self.pool.committed == (self.written is not None and not self.sealed)
+        data = self.pool.data
+        assert (data is not None) == self.sealed
+        if data is not None:
+            assert (data.torn, data.written) == (self.torn, self.open)
         readers = [s for s in self.pool.sessions.values() if s.phase in (Phase.READER, Phase.LEAVING)]
         if readers:
             assert self.written is not None
@@ -155,7 +195,7 @@ class LockMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_not_on_the_device_is_in_a_backup(self) -> None:
         if self.pool.place is Place.HOST:
-            assert self.pool.committed
+            assert self.pool.layout_hash is not None
             assert self.pool.backup_clean
 
     @invariant()
@@ -164,8 +204,15 @@ class LockMachine(RuleBasedStateMachine):
         waiting = [s for s in self.pool.sessions.values() if s.phase is Phase.WAITING]
         assert all(session.deadline > self.now for session in waiting)
         if waiting and self.pool.activity is None and not self.pool.users():
-            assert all(s.lock is Lock.READ_ONLY for s in waiting), "the pool is free"
-            assert not self.pool.committed
+            locks = {s.lock for s in waiting}
+            if self.pool.data is not None and any(s.holds_data for s in self.pool.sessions.values()):
+                return  # its writer is parked, and has the lock still
+            if self.pool.data is not None:
+                assert locks <= {Lock.READ_ONLY, Lock.READ_WRITE_OR_READ_ONLY, Lock.PARKED}, "it is sealed"
+            elif self.pool.committed:
+                assert locks <= DATA_LOCKS, "it is committed"
+            else:
+                assert locks <= {Lock.READ_ONLY, Lock.WRITE_DATA}, "the pool is free"
 
     @invariant()
     def an_activity_has_somebody_who_ends_it(self) -> None:
@@ -176,5 +223,5 @@ class LockMachine(RuleBasedStateMachine):
         assert self.pool.activity is not Activity.CLEARING
 
 
-LockMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+LockMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestLocks = LockMachine.TestCase

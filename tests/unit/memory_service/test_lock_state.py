@@ -9,6 +9,7 @@ from lull.vmm.service.state import EventRing, Lock, Phase, Place, PoolState, Poo
 
 HASH, OTHER = "a" * 64, "b" * 64
 RW, RO, EITHER = Lock.READ_WRITE, Lock.READ_ONLY, Lock.READ_WRITE_OR_READ_ONLY
+ADOPT, DATA = Lock.WRITE_DATA, Lock.WRITE_DATA_OR_READ_WRITE
 
 
 class Box:
@@ -36,6 +37,11 @@ class Box:
     def committed(self) -> Session:
         writer = self.ask(RW)
         self.pool.commit(writer, HASH, self.now)
+        return writer
+
+    def sealed(self) -> Session:
+        writer = self.ask(DATA)
+        self.pool.seal(writer, HASH, "seal-1", {"a": 0, "b": 0, "c": 1}, self.now)
         return writer
 
     def park(self, session: Session) -> Todo:
@@ -70,12 +76,34 @@ class Box:
         ("parked", RW, Phase.WRITER),
         ("parked", RO, Phase.WAKER),
         ("parked", EITHER, Phase.WAKER),
+        ("nothing", ADOPT, Phase.WAITING),
+        ("nothing", DATA, Phase.WRITER),
+        ("committed", ADOPT, Phase.WAITING),
+        ("committed", DATA, Phase.WAITING),
+        ("sealed", ADOPT, Phase.DATA_WRITER),
+        ("sealed", DATA, Phase.DATA_WRITER),
+        ("sealed", RO, Phase.WAITING),
+        ("sealed", EITHER, Phase.WAITING),
+        ("sealed", RW, Phase.WRITER),
+        ("data writer", DATA, Phase.WAITING),
+        ("data writer", RW, Phase.WAITING),
+        ("data writer", RO, Phase.WAITING),
+        ("parked data writer", DATA, Phase.WAITING),
+        ("parked data writer", RW, Phase.WAITING),
+        ("dead parked data writer", DATA, Phase.WAKER),
+        ("dead parked data writer", RW, Phase.WRITER),
     ],
 )
 def test_who_gets_a_lock(held: str, asked: Lock, granted: Phase) -> None:
     box = Box()
     if held == "writer":
         box.ask(RW)
+    elif held.endswith(("sealed", "data writer")):
+        first = box.sealed()
+        if "parked" in held:
+            box.park(first)
+        if held in ("sealed", "dead parked data writer"):
+            box.leave(first)
     elif held != "nothing":
         first = box.committed()
         if held == "committed":
