@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ..agents.protocol.plans import Plan
 from .model import AttemptId, DeviceId, EngineId, JobId, JobReason, LoanId, NodeId
 
 
@@ -30,6 +31,7 @@ class OpenLoan:
     places: tuple[Place, ...]
     later_job_ids: tuple[JobId, ...] = ()  # the rest of the loan's set
     need_bytes_by_device: Mapping[DeviceId, int] | None = None  # None: `need_bytes` on each
+    plans: Mapping[EngineId, Plan] = field(default_factory=dict[EngineId, Plan])  # of engines whose park is predicted
 
 
 @dataclass(frozen=True, slots=True)

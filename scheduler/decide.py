@@ -11,10 +11,19 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ..agents.protocol.loans import LoanState
-from .actions import Action, ExpectWork, OpenLoan, Place, SetReasons, StartAttempt, StopAttempt
+from .actions import (
+    Action,
+    ExpectWork,
+    OpenLoan,
+    Place,
+    SetReasons,
+    StartAttempt,
+    StopAttempt,
+)
 from .explain import QUEUED_BEHIND, backed_off, explain, queued_behind, waiting_in_loan
 from .model import DeviceId, Job, JobId, JobReason, Loan, LoanId, Node, NodeId, Snapshot
 from .placement import Choice, Group, Room, build_groups, choose, queue_order
+from .ways import GroupWay, cheapest_way, whole_of
 
 LATER_JOBS_MAX: Final = 32  # that wait for one loan; more of them are worth parking another engine
 REASONS_MAX: Final = 200  # written in one decision; the next one goes on
@@ -144,8 +153,18 @@ def _keep_for(work: _Work, job: Job) -> None:
     """Lower priorities would overtake the job without end if they could go on taking what it waits for: the devices
     that it would get if no loan were open are kept from them, and the loans there end."""
     lent = {device: room for loan in work.snapshot.loans for device, room in loan.room_bytes.items()}
+    # Under a plan that leaves tags where they are there would be more, with the whole policies parked.
+    narrow = {device for loan in work.snapshot.loans if loan.is_narrow for device in loan.room_bytes}
     groups = [
-        replace(group, room_bytes={device: lent.get(device, room) for device, room in group.room_bytes.items()})
+        replace(
+            group,
+            room_bytes={
+                device.id: group.whole_bytes[device.id] - device.foreign_bytes
+                if device.id in narrow
+                else lent.get(device.id, group.room_bytes[device.id])
+                for device in group.devices
+            },
+        )
         for group in work.all_groups
         if (group in work.groups if group.blocker is None else group.blocker.code == "LoanOpen")
     ]
@@ -203,7 +222,8 @@ def _reserve(work: _Work, job: Job, loan_id: LoanId) -> None:
 
 
 def _open(work: _Work, job: Job, choice: Choice, rest: list[Job]) -> None:
-    """Opens a loan for the job and for all behind it that fit under the same park."""
+    """Opens a loan for the job and for all behind it that fit under the same park; of each engine it releases what
+    the cheapest plan does that is enough for this set."""
     work.groups = [group for group in work.groups if group not in choice.groups]
     whole = {device: nbytes for group in choice.groups for device, nbytes in group.whole_bytes.items()}
     planned = choice.room_bytes
@@ -211,12 +231,14 @@ def _open(work: _Work, job: Job, choice: Choice, rest: list[Job]) -> None:
     room.take(choice.device_ids, choice.hbm_bytes)
     places = [Place(job.id, job.attempt_no, choice.device_ids, choice.hbm_bytes)]
     later: list[JobId] = []
+    need: dict[DeviceId, int] = {}  # of the later ones
     bare = [group for group in work.groups if not group.engines]
     empty = Room(None, dict(planned), whole)
     for other in rest:
         if other.not_before > work.now or other.id in work.done or other.assigned_loan_id in work.rooms:
             continue
-        if empty.fit(other) is None or choose(other, bare) is not None:
+        alone = empty.fit(other)
+        if alone is None or choose(other, bare) is not None:
             continue
         fit = room.fit(other)
         if fit is not None:
@@ -224,10 +246,13 @@ def _open(work: _Work, job: Job, choice: Choice, rest: list[Job]) -> None:
             places.append(Place(other.id, other.attempt_no, *fit))
         elif choice.engine_ids and len(later) < LATER_JOBS_MAX:
             later.append(other.id)
+            need.update((device, max(need.get(device, 0), alone[1])) for device in alone[0])
         else:
             continue
         work.done.add(other.id)
     used = {device: planned[device] - left for device, left in room.left_bytes.items()}
+    ways = [_way(group, {d: max(used[d], need.get(d, 0)) for d in group.room_bytes}) for group in choice.groups]
+    planned = {device: nbytes for way in ways for device, nbytes in way.room_bytes.items()}
     engines = [engine for group in choice.groups for engine in group.engines]
     work.actions.append(
         OpenLoan(
@@ -241,9 +266,14 @@ def _open(work: _Work, job: Job, choice: Choice, rest: list[Job]) -> None:
             restore_by_seconds=min((engine.policy.park_seconds_max for engine in engines), default=None),
             places=tuple(places),
             later_job_ids=tuple(later),
+            plans={engine_id: plan for way in ways for engine_id, plan in way.known_plans.items()},
         )
     )
     work.done.add(job.id)
+
+
+def _way(group: Group, need_bytes: dict[DeviceId, int]) -> GroupWay:
+    return cheapest_way(group.ways, need_bytes) or whole_of(group.ways)
 
 
 def _renewed(job: Job, given: tuple[JobReason, ...]) -> tuple[JobReason, ...] | None:

@@ -12,8 +12,16 @@ from typing import Any, NewType
 
 from ..agents.protocol.capabilities import Capabilities
 from ..agents.protocol.loans import LoanState, LoanStep
+from ..agents.protocol.plans import Learned, Plan
 from ..agents.protocol.policy import EnginePolicy
-from ..agents.protocol.wire import AttemptEnd, AttemptState, EngineState, GateState, OccupancyKind, Reason
+from ..agents.protocol.wire import (
+    AttemptEnd,
+    AttemptState,
+    EngineState,
+    GateState,
+    OccupancyKind,
+    Reason,
+)
 from .lifecycle import JobState
 
 JobId = NewType("JobId", str)
@@ -74,6 +82,8 @@ class Engine:
     not_before: float = 0.0
     trouble: Reason | None = None  # why not_before was set
     refused: str | None = None  # why its policy cannot be honoured, by what the engine says it can do
+    capabilities: Capabilities | None = None  # None: it was not asked yet, so it is parked whole
+    learned: Learned | None = None  # what its parks were seen to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +128,7 @@ class Loan:
     state: LoanState
     need_bytes: int
     room_bytes: Mapping[DeviceId, int]  # as planned when it opened
+    is_narrow: bool = False  # its plan leaves tags of an engine where they are
     recall_ordered: bool = False
     expects_more: bool | None = None  # what the node was told of jobs that wait for it; None: nothing it still knows
     engine_lost: bool = False
@@ -235,6 +246,7 @@ class EngineRow:
     device_bytes: Mapping[str, int]
     residual_bytes: Mapping[str, int]
     capabilities: Capabilities | None
+    learned: Learned | None
     processes: Mapping[str, Any]
     endpoint: str | None
     reason: Reason | None
@@ -288,6 +300,8 @@ class LoanRow:
     device_ids: tuple[DeviceId, ...]
     engine_ids: tuple[EngineId, ...]
     need_bytes: int
+    policies: Mapping[EngineId, EnginePolicy]
+    plans: Mapping[EngineId, Plan]  # of the engines whose park was predicted
     state: LoanState
     reason: Reason | None
     engine_lost: bool

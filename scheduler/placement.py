@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ..agents.protocol.wire import EngineState, GateState
 from .model import Device, DeviceId, Engine, EngineId, Job, Loan, LoanId, Node, NodeId, Snapshot
+from .ways import GroupWay, group_ways, whole_of
 
 # A job that asks for the whole device gets what the device has. Drivers keep some of it for themselves;
 # below this share of the capacity something else is using it.
@@ -29,24 +30,39 @@ class Blocker:
     until: float | None = None
 
 
+Cost: TypeAlias = tuple[int, bool, int, float, int, str, int, str]
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     node: Node
     devices: tuple[Device, ...]
     engines: tuple[Engine, ...]
-    room_bytes: Mapping[DeviceId, int]  # once the engines are parked
+    room_bytes: Mapping[DeviceId, int]  # once the engines are parked, as their whole policies say
     whole_bytes: Mapping[DeviceId, int]  # of each device with nobody else on it
     blocker: Blocker | None
+    ways: tuple[GroupWay, ...] = ()  # to park its engines, cheapest first
+    is_measured: bool = False  # it is known of one of them at least what it costs: that tells jobs apart
 
     @property
-    def cost(self) -> tuple[int, bool, float, int, str, int, str]:
-        """What lending it costs, best first: no engine to park, then idle engines, the longest idle, the smallest."""
+    def cost(self) -> Cost:
+        return self.cost_of(None)
+
+    def cost_of(self, way: GroupWay | None) -> Cost:
+        """What lending it costs, best first: no engine to park, then idle engines, those that park and wake in less
+        time, the longest idle, the smallest."""
         idle = [engine.idle_since for engine in self.engines]
+        seconds = 0 if way is None or not self.engines else way.cost_class
         busy = None in idle
         since = max((at for at in idle if at is not None), default=0.0)
         moved = sum(sum(engine.device_bytes.values()) for engine in self.engines)
         first = self.devices[0]
-        return (len(self.engines), busy, _NEVER if busy else since, moved, self.node.id, first.index, first.id)
+        return (len(self.engines), busy, seconds, _NEVER if busy else since, moved, self.node.id, first.index, first.id)
+
+    def way_for(self, job: Job) -> GroupWay | None:
+        """The cheapest in which as many of its devices fit the job as there may be, or as it wants."""
+        wanted = min(job.gpus, _count_fitting(job, self.room_bytes, self))
+        return next((way for way in self.ways if _count_fitting(job, way.room_bytes, self) >= wanted), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +72,7 @@ class Choice:
     groups: tuple[Group, ...]
     device_ids: tuple[DeviceId, ...]
     hbm_bytes: int
+    costs: tuple[Cost, ...] = ()  # of the groups, for this job
 
     @property
     def engine_ids(self) -> tuple[EngineId, ...]:
@@ -128,16 +145,14 @@ def _group(
     node: Node, devices: list[Device], engines: list[Engine], lent: Mapping[DeviceId, Loan], now: float
 ) -> Group:
     devices.sort(key=lambda device: (device.index, device.id))
-    room: dict[DeviceId, int] = {}
     whole: dict[DeviceId, int] = {}
     for device in devices:
-        held = sum(engine.device_bytes.get(device.id, 0) for engine in engines)
         kept = sum(engine.residual_bytes.get(device.id, 0) for engine in engines)
         whole[device.id] = max(0, device.capacity_bytes - kept)
-        # Two observations of different moments must not add up to more than there is.
-        room[device.id] = max(0, min(device.free_bytes + held - kept, whole[device.id]))
+    ways = group_ways(devices, engines, whole)
     blocker = _device_blocker(node, devices, lent) or _engine_blocker(devices, engines, now)
-    return Group(node, tuple(devices), tuple(engines), room, whole, blocker)
+    measured = bool(engines) and any(way.seconds < _NEVER for way in ways)
+    return Group(node, tuple(devices), tuple(engines), whole_of(ways).room_bytes, whole, blocker, ways, measured)
 
 
 def _device_blocker(node: Node, devices: list[Device], lent: Mapping[DeviceId, Loan]) -> Blocker | None:
@@ -190,19 +205,26 @@ def bytes_on(job: Job, room: Mapping[DeviceId, int], whole: Mapping[DeviceId, in
 def choose(job: Job, groups: Iterable[Group]) -> Choice | None:
     """The cheapest devices of one node for the job. ``groups`` are in order of cost and may all be lent."""
     by_node: dict[NodeId, list[Group]] = {}
+    by_job = False
     for group in groups:
         by_node.setdefault(group.node.id, []).append(group)
-    choices = [choice for each in by_node.values() if (choice := _choose_on_node(job, each)) is not None]
+        by_job = by_job or group.is_measured
+    choices = [choice for each in by_node.values() if (choice := _choose_on_node(job, each, by_job)) is not None]
     return min(choices, key=_choice_cost, default=None)
 
 
 def _choice_cost(choice: Choice) -> tuple[Any, ...]:
-    costs = [group.cost for group in choice.groups]
-    return (sum(cost[0] for cost in costs), any(cost[1] for cost in costs), max(cost[2] for cost in costs),
-            sum(cost[3] for cost in costs), choice.node_id, choice.device_ids)  # fmt: skip
+    parked, busy, seconds, since, moved = zip(*(cost[:5] for cost in choice.costs), strict=True)
+    return (sum(parked), any(busy), max(seconds), max(since), sum(moved), choice.node_id, choice.device_ids)
 
 
-def _choose_on_node(job: Job, groups: Sequence[Group]) -> Choice | None:
+def _choose_on_node(job: Job, groups: Sequence[Group], by_job: bool) -> Choice | None:
+    """``by_job``: what parks cost is known, here or on another node, and tells groups apart."""
+
+    def cost(group: Group) -> Cost:
+        return group.cost_of(group.way_for(job)) if by_job else group.cost
+
+    groups = sorted(groups, key=cost) if by_job else groups
     fits = [(group, _fitting(job, group)) for group in groups]
     fits = [(group, devices) for group, devices in fits if devices]
     taken: list[tuple[Group, list[DeviceId]]] = []
@@ -215,7 +237,7 @@ def _choose_on_node(job: Job, groups: Sequence[Group]) -> Choice | None:
     if count < job.gpus:
         return None
     # What came first may be superfluous once a larger group had to be taken: drop the dearest that can go.
-    for group, devices in sorted(taken, key=lambda pair: pair[0].cost, reverse=True):
+    for group, devices in sorted(taken, key=lambda pair: cost(pair[0]), reverse=True):
         if count - len(devices) >= job.gpus:
             taken = [pair for pair in taken if pair[0] is not group]
             count -= len(devices)
@@ -224,11 +246,15 @@ def _choose_on_node(job: Job, groups: Sequence[Group]) -> Choice | None:
     hbm_bytes = job.hbm_bytes if job.hbm_bytes is not None else min(room[device] for device in chosen)
     used = set(chosen)
     kept = tuple(group for group, devices in taken if used.intersection(devices))
-    return Choice(kept, tuple(chosen), hbm_bytes)
+    return Choice(kept, tuple(chosen), hbm_bytes, tuple(cost(group) for group in kept))
 
 
 def _fitting(job: Job, group: Group) -> list[DeviceId]:
     return [d.id for d in group.devices if bytes_on(job, group.room_bytes, group.whole_bytes, d.id) is not None]
+
+
+def _count_fitting(job: Job, room: Mapping[DeviceId, int], group: Group) -> int:
+    return sum(1 for d in group.devices if bytes_on(job, room, group.whole_bytes, d.id) is not None)
 
 
 @dataclass(slots=True)

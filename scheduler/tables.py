@@ -108,6 +108,7 @@ engines = Table(
     Column("device_bytes", JSON, nullable=False),
     Column("residual_bytes", JSON, nullable=False),
     Column("capabilities", JSON(none_as_null=True)),  # null: its agent has not asked it yet
+    Column("learned", JSON(none_as_null=True)),  # what its parks were seen to do; null: its agent does not tell
     Column("processes", JSON, nullable=False),
     Column("endpoint", Text),
     Column("reason", JSON(none_as_null=True)),
@@ -183,6 +184,7 @@ loans = Table(
     Column("reason", JSON(none_as_null=True)),
     Column("engine_lost", Boolean, nullable=False),
     Column("policies", JSON, nullable=False),  # the snapshot that rules it
+    Column("plans", JSON(none_as_null=True)),  # by engine, of those whose park is predicted
     Column("restore_by_seconds", Double),
     Column("recall_ordered", Boolean, nullable=False),
     Column("expects_more", Boolean),  # what the node was last told; null: nothing that it still knows

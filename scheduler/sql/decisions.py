@@ -9,6 +9,7 @@ from sqlalchemy import RowMapping, bindparam, exc, insert, select, update
 
 from ...agents.protocol import wire
 from ...agents.protocol.loans import LoanState
+from ...agents.protocol.plans import plans_refusal
 from ...agents.protocol.policy import EnginePolicy
 from ...agents.protocol.wire import AttemptSpec, AttemptState, EngineState
 from .. import actions
@@ -101,6 +102,8 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
     engine_ids: list[str] = sorted(action.engine_ids)
     epoch = _next_epoch(tx, action.node_id, device_ids)
     policies = _policies_of(tx, action.node_id, engine_ids, now)
+    if plans_refusal(policies, {str(key): plan for key, plan in action.plans.items()}) is not None:
+        raise _TooLate  # they were made for another policy
     tx.conn.execute(
         _INSERT_LOAN,
         {
@@ -114,6 +117,7 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
             "state": (LoanState.DRAINING if engine_ids else LoanState.SETTLING).value,
             "engine_lost": False,
             "policies": {key: policy.model_dump(mode="json") for key, policy in policies.items()},
+            "plans": {key: plan.model_dump(mode="json") for key, plan in action.plans.items()} or None,
             "restore_by_seconds": action.restore_by_seconds,
             "recall_ordered": False,
             "expects_more": bool(action.later_job_ids),
@@ -143,6 +147,7 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
         expects_more=bool(action.later_job_ids),
         need_bytes_by_device=None if needs is None else {str(each): nbytes for each, nbytes in needs.items()},
         policies=policies,
+        plans={str(key): plan for key, plan in action.plans.items()},
         attempts=specs[:first],
     )
     give_order(tx, action.node_id, order, term, now, loan_id=loan_id)

@@ -76,8 +76,10 @@ def _leave_behind(tx: Tx, node_id: str, device_id: str) -> None:
 def engine_values(report: EngineChanged) -> dict[str, Any]:
     # What it said once stays known while an agent that started again has not asked it yet.
     known = None if report.capabilities is None else report.capabilities.model_dump(mode="json")
+    learned = None if report.learned is None else report.learned.model_dump(mode="json")
     return {
         **({} if known is None else {"capabilities": known}),
+        **({} if learned is None else {"learned": learned}),
         "name": report.name,
         "kind": report.engine_kind,
         "models": report.models,

@@ -11,8 +11,16 @@ from sqlalchemy import Connection, RowMapping, func, select
 
 from ...agents.protocol.capabilities import Capabilities
 from ...agents.protocol.loans import LoanState, LoanStep
+from ...agents.protocol.plans import Learned, Plan
 from ...agents.protocol.policy import EnginePolicy
-from ...agents.protocol.wire import ORDER, EngineState, GateState, OccupancyKind, OrderEnvelope, Reason
+from ...agents.protocol.wire import (
+    ORDER,
+    EngineState,
+    GateState,
+    OccupancyKind,
+    OrderEnvelope,
+    Reason,
+)
 from ..errors import Conflict, InvalidRequest, NotFound, StaleIncarnation
 from ..lifecycle import JobState
 from ..model import (
@@ -32,7 +40,19 @@ from ..model import (
     PolicyRow,
     StepRow,
 )
-from ..tables import attempts, devices, engines, events, jobs, loan_devices, loan_steps, loans, nodes, occupancy, orders
+from ..tables import (
+    attempts,
+    devices,
+    engines,
+    events,
+    jobs,
+    loan_devices,
+    loan_steps,
+    loans,
+    nodes,
+    occupancy,
+    orders,
+)
 from ..usage import Sight, cut
 from .job_rows import attempt_row, job_row, with_positions
 
@@ -146,6 +166,7 @@ def _engine_rows(conn: Connection, rows: Iterable[RowMapping]) -> list[EngineRow
             device_bytes=row["device_bytes"],
             residual_bytes=row["residual_bytes"],
             capabilities=None if row["capabilities"] is None else Capabilities.model_validate(row["capabilities"]),
+            learned=None if row["learned"] is None else Learned.model_validate(row["learned"]),
             processes=row["processes"],
             endpoint=row["endpoint"],
             reason=as_reason(row["reason"]),
@@ -301,6 +322,8 @@ def _loan_row(row: RowMapping, attempt_ids: Iterable[AttemptId], steps: tuple[St
         device_ids=tuple(DeviceId(each) for each in row["device_ids"]),
         engine_ids=tuple(EngineId(each) for each in row["engine_ids"]),
         need_bytes=row["need_bytes"],
+        policies={EngineId(key): EnginePolicy.model_validate(each) for key, each in row["policies"].items()},
+        plans=_plans(row["plans"]),
         state=LoanState(row["state"]),
         reason=as_reason(row["reason"]),
         engine_lost=row["engine_lost"],
@@ -311,6 +334,10 @@ def _loan_row(row: RowMapping, attempt_ids: Iterable[AttemptId], steps: tuple[St
         attempt_ids=tuple(attempt_ids),
         steps=steps,
     )
+
+
+def _plans(value: Mapping[str, Any] | None) -> dict[EngineId, Plan]:
+    return {EngineId(key): Plan.model_validate(each) for key, each in (value or {}).items()}
 
 
 # ---- orders, events, history -----------------------------------------------------------------------------------

@@ -9,8 +9,15 @@ from sqlalchemy import Connection, Double, bindparam, func, select
 
 from ...agents.protocol.capabilities import Capabilities, refusal
 from ...agents.protocol.loans import LoanState
+from ...agents.protocol.plans import Learned
 from ...agents.protocol.policy import EnginePolicy
-from ...agents.protocol.wire import AttemptState, EngineState, GateState, OccupancyKind, Reason
+from ...agents.protocol.wire import (
+    AttemptState,
+    EngineState,
+    GateState,
+    OccupancyKind,
+    Reason,
+)
 from ..lifecycle import JobState
 from ..model import (
     Attempt,
@@ -103,7 +110,8 @@ def _engines(conn: Connection) -> Iterable[Engine]:
     for row in conn.execute(_ENGINES).mappings():
         device_ids = tuple(DeviceId(each) for each in row["device_ids"])
         idle_at = [idle_since.get(each) for each in device_ids]
-        policy, able = _policy(row["policy"]), row["capabilities"]
+        policy = _policy(row["policy"])
+        able = None if row["capabilities"] is None else Capabilities.model_validate(row["capabilities"])
         yield Engine(
             id=EngineId(row["id"]),
             node_id=NodeId(row["node_id"]),
@@ -118,7 +126,9 @@ def _engines(conn: Connection) -> Iterable[Engine]:
             idle_since=None if not idle_at or None in idle_at else max(at for at in idle_at if at is not None),
             not_before=row["not_before"],
             trouble=_reason(row["trouble"]),
-            refused=None if able is None else refusal(Capabilities.model_validate(able), policy),
+            refused=None if able is None else refusal(able, policy),
+            capabilities=able,
+            learned=None if row["learned"] is None else Learned.model_validate(row["learned"]),
         )
 
 
@@ -165,11 +175,16 @@ def _loans(conn: Connection) -> Iterable[Loan]:
             state=LoanState(row["state"]),
             need_bytes=row["need_bytes"],
             room_bytes={DeviceId(key): nbytes for key, nbytes in row["room_bytes"].items()},
+            is_narrow=_is_narrow(row["plans"]),
             # One that its node did not list is over there; its reports will say how.
             recall_ordered=row["recall_ordered"] or row["missing_incarnation"] is not None,
             expects_more=row["expects_more"],
             engine_lost=row["engine_lost"],
         )
+
+
+def _is_narrow(plans: Mapping[str, Mapping[str, Any]] | None) -> bool:
+    return plans is not None and not all(plan["whole"] for plan in plans.values())
 
 
 def _reason(value: Mapping[str, Any] | None) -> Reason | None:
