@@ -1,0 +1,1 @@
+_supports_onednn: bool

@@ -1,0 +1,3 @@
+from .gpu_worker import Worker
+
+class CPUWorker(Worker): ...
