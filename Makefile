@@ -18,12 +18,12 @@ demo: $(STAMP)  ## Run the main job on this machine, without a GPU
 	$(BIN)/lull demo
 
 test: $(TEST_STAMP)  ## Run all checks and all tests
-	./.ci/system-packages gcc postgres
+	./.ci/system-packages gcc postgres haproxy
 	$(MAKE) --no-print-directory check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-long: $(TEST_STAMP)  ## Run the tests that take minutes
-	./.ci/system-packages gcc postgres
+	./.ci/system-packages gcc postgres haproxy
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m long
 
 check: $(TEST_STAMP)  ## Lint, types, import arrows
