@@ -23,7 +23,7 @@ from ..agents.protocol.wire import PROTOCOL_VERSION, OrderEnvelope, Register, Re
 from ..scheduler import errors
 from ..scheduler.requests import JobRequest
 from ..scheduler.store import Store
-from . import agents, attempts, engines, events, jobs, loans, logs, nodes, schemas, usage
+from . import agents, attempts, engines, events, jobs, loans, logs, nodes, plans, schemas, usage
 from .auth import Authenticator
 from .middleware import Envelope
 from .problems import MEDIA_TYPE, Problem, invalid_field, invalid_request
@@ -110,7 +110,7 @@ def create_app(
         },
     )
     app.state.services = Services.of(store, times)
-    for module in (jobs, attempts, logs, engines, nodes, loans, usage, events, agents):
+    for module in (jobs, attempts, logs, engines, plans, nodes, loans, usage, events, agents):
         app.include_router(module.router, prefix=PREFIX)
     app.include_router(system, prefix=PREFIX)
     app.add_route("/livez", livez, include_in_schema=False)

@@ -244,6 +244,11 @@ class Client:
         """By id or name."""
         return self._read(schemas.Engine, "GET", f"/engines/{_segment(engine)}")
 
+    def engine_plan(self, engine: str, hbm_bytes: int, *, gpus: int | None = None) -> schemas.EnginePlan:
+        """What a loan would release of it so that each of ``gpus`` devices (all of its own) has so much free."""
+        params = _given(hbm_bytes=hbm_bytes, gpus=gpus)
+        return self._read(schemas.EnginePlan, "GET", f"/engines/{_segment(engine)}/plan", params=params)
+
     def policy(self, engine: str) -> schemas.PolicyView:
         return self._read(schemas.PolicyView, "GET", f"/engines/{_segment(engine)}/policy")
 

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ..agents.protocol.capabilities import Capabilities
 from ..agents.protocol.loans import LoanState, LoanStep
+from ..agents.protocol.plans import Learned
 from ..agents.protocol.policy import EnginePolicy
 from ..agents.protocol.wire import AttemptEnd, AttemptState, DeviceProcess, EngineState, GateState, OccupancyKind
 
@@ -107,6 +108,7 @@ class Engine(View):
     device_bytes: dict[str, int] = Field(default_factory=dict[str, int])
     residual_bytes: dict[str, int] = Field(default_factory=dict[str, int])
     capabilities: Capabilities | None = Field(None, description="What it can do, by its own word; absent until asked")
+    learned: Learned | None = Field(None, description="What its parks were seen to free and to cost")
     policy_version: int
     policy_version_in_force: int
     policy_locked: bool = False
@@ -170,6 +172,54 @@ class LoanStepView(View):
     data: dict[str, Any] = Field(default_factory=dict[str, Any])
 
 
+class PlanFigures(View):
+    """Bytes are by device; seconds from the call until the memory was proved free, or the answer right."""
+
+    freed_bytes: dict[str, int] = Field(default_factory=dict[str, int])
+    park_seconds: float | None = None
+    wake_seconds: float | None = None
+
+
+class LoanPlan(View):
+    """What a loan releases of one engine."""
+
+    engine_id: str
+    tags: list[str]
+    whole: bool = Field(description="All that the engine's policy names")
+    predicted: PlanFigures | None = Field(None, description="Absent where nobody had seen such a park")
+    happened: PlanFigures | None = Field(None, description="Absent until its memory is proved free, and in lists")
+
+
+class PlanWay(View):
+    """One way to park an engine. ``room_bytes``: what each device would have free."""
+
+    tags: list[str]
+    modes: dict[str, str] = Field(default_factory=dict[str, str])
+    whole: bool
+    measured: bool = Field(description="Parks of it were seen; else the bytes are what the engine holds")
+    freed_bytes: dict[str, int] = Field(default_factory=dict[str, int])
+    room_bytes: dict[str, int] = Field(default_factory=dict[str, int])
+    park_seconds: float | None = None
+    wake_seconds: float | None = None
+    with_engines: dict[str, list[str]] = Field(
+        default_factory=dict[str, list[str]], description="Tags of the engines that share its devices, parked with it"
+    )
+    why_not: str | None = Field(None, description="Why another way is chosen; absent for the chosen one")
+
+
+class EnginePlan(View):
+    """What a loan would release of an engine so that ``gpus`` devices show ``need_bytes`` free."""
+
+    engine_id: str
+    engine: str
+    need_bytes: int
+    gpus: int
+    plan: PlanWay | None = None
+    alternatives: list[PlanWay] = Field(default_factory=list[PlanWay])
+    nothing_suffices: str | None = Field(None, description="Why there is no plan")
+    not_now: ReasonView | None = Field(None, description="Why it would not be done now")
+
+
 class Loan(View):
     """The time for which a set of devices is lent. ``steps`` come only with a single loan."""
 
@@ -187,6 +237,7 @@ class Loan(View):
     opened_at: Time
     closed_at: Time | None = None
     restore_by_seconds: float | None = None
+    plans: list[LoanPlan] = Field(default_factory=list[LoanPlan], description="What is released, engine by engine")
     steps: list[LoanStepView] = Field(default_factory=list[LoanStepView])
 
 

@@ -10,6 +10,7 @@ from ..scheduler import model
 from ..scheduler.lifecycle import JobState
 from ..scheduler.requests import JobRequest
 from . import schemas
+from .plans import plans_of
 
 
 @overload
@@ -127,6 +128,7 @@ def engine_of(row: model.EngineRow) -> schemas.Engine:
         device_bytes=dict(row.device_bytes),
         residual_bytes=dict(row.residual_bytes),
         capabilities=row.capabilities,
+        learned=row.learned,
         policy_version=row.policy_version,
         policy_version_in_force=row.policy_version_in_force,
         policy_locked=row.policy_locked,
@@ -209,6 +211,7 @@ def loan_of(row: model.LoanRow) -> schemas.Loan:
         opened_at=time_of(row.opened_at),
         closed_at=time_of(row.closed_at),
         restore_by_seconds=row.restore_by_seconds,
+        plans=plans_of(row),
         steps=[step_of(step) for step in row.steps],
     )
 

@@ -60,6 +60,7 @@ ENGINE: Final = Branch(
                 "set": Leaf("engine_policy", "set_policy", "Change fields of an engine's policy."),
             },
         ),
+        "plan": Leaf("engine_plan", "plan", "Show what a loan would release of an engine."),
         "serve": Leaf("engine_serve", "serve", "Run the reference engine.", extra="torch"),
     },
 )

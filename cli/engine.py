@@ -9,6 +9,7 @@ import typer
 from .choosing import SelectorOption, SortOption, ordered, selected
 from .context import Session, client_command
 from .output import Column, Row, described, field, part_of, parts_of, text_of
+from .plan_text import learned_text
 from .quantities import format_size
 
 EngineArgument = Annotated[str, typer.Argument(metavar="ENGINE", help="Its name or id.")]
@@ -85,6 +86,7 @@ def engine_lines(row: Row) -> list[str]:
             ("endpoint", text_of(row.get("endpoint"))),
             ("version", text_of(able.get("version"))),
             ("parks by", "" if able.get("unsupported") else "; ".join(_plan(plan) for plan in parts_of(able, "plans"))),
+            ("learned", "; ".join(learned_text(way) for way in parts_of(part_of(row, "learned"), "ways"))),
             ("cannot", text_of(able.get("unsupported"))),
             ("fragile", text_of(able.get("fragile"))),
             ("notes", text_of(able.get("notes"))),

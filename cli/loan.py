@@ -10,6 +10,7 @@ import typer
 from .choosing import SelectorOption, SortOption, ordered, selected
 from .context import Session, client_command
 from .output import Column, Row, age, described, field, part_of, parts_of, text_of
+from .plan_text import loan_plan_lines
 from .quantities import format_duration, format_size
 
 LIST_ROWS_DEFAULT = 50
@@ -76,7 +77,7 @@ def loan_lines(row: Row) -> list[str]:
             ("at most", format_duration(row["restore_by_seconds"]) if row.get("restore_by_seconds") else "-"),
         ]
     )
-    return lines + step_lines(parts_of(row, "steps"))
+    return lines + loan_plan_lines(row) + step_lines(parts_of(row, "steps"))
 
 
 def step_lines(steps: Sequence[Row]) -> list[str]:
