@@ -21,9 +21,9 @@ from starlette.exceptions import HTTPException
 from ..agents.protocol.policy import EnginePolicy
 from ..agents.protocol.wire import PROTOCOL_VERSION, OrderEnvelope, Register, ReportBatch
 from ..scheduler import errors
-from ..scheduler.requests import JobRequest
+from ..scheduler.requests import JobRequest, ParkRequest
 from ..scheduler.store import Store
-from . import agents, attempts, engines, events, jobs, loans, logs, nodes, plans, schemas, usage
+from . import agents, attempts, engines, events, jobs, loans, logs, nodes, operations, plans, schemas, usage
 from .auth import Authenticator
 from .middleware import Envelope
 from .problems import MEDIA_TYPE, Problem, invalid_field, invalid_request
@@ -37,6 +37,7 @@ AGENT_BODY_BYTES_MAX: Final = 16 * 1024 * 1024  # 500 reports, or all that a lar
 _BODIES: Final[Sequence[tuple[type[BaseModel], Literal["validation", "serialization"]]]] = (
     (JobRequest, "validation"),
     (EnginePolicy, "validation"),
+    (ParkRequest, "validation"),
     (attempts.ResolveRequest, "validation"),
     (Register, "validation"),
     (ReportBatch, "validation"),
@@ -110,7 +111,7 @@ def create_app(
         },
     )
     app.state.services = Services.of(store, times)
-    for module in (jobs, attempts, logs, engines, plans, nodes, loans, usage, events, agents):
+    for module in (jobs, attempts, logs, engines, plans, operations, nodes, loans, usage, events, agents):
         app.include_router(module.router, prefix=PREFIX)
     app.include_router(system, prefix=PREFIX)
     app.add_route("/livez", livez, include_in_schema=False)
@@ -176,6 +177,8 @@ def _problem_of_scheduler(error: errors.SchedulerError) -> Problem:
         case errors.Conflict():
             ended = error.state in jobs.ENDED
             return Problem("job_ended" if ended else "conflict", text, extra={"state": error.state})
+        case errors.PolicyNotHonoured():
+            return Problem("policy_not_honoured", text)
         case errors.IdempotencyMismatch():
             return Problem("idempotency_mismatch", text)
         case errors.Unsatisfiable():

@@ -267,6 +267,31 @@ class Client:
 
     # ---- nodes, loans, history ----
 
+    def park_engine(
+        self,
+        engine: str,
+        *,
+        for_seconds: float | None = None,
+        wake_on_request: bool = True,
+        idempotency_key: str | None = None,
+    ) -> schemas.Operation:
+        """Parks an engine without a job: until its time is over, it is resumed, or a request wakes it."""
+        body = _given(for_seconds=for_seconds, wake_on_request=wake_on_request)
+        return self._post_operation(engine, "park", idempotency_key, json=body)
+
+    def resume_engine(self, engine: str, *, idempotency_key: str | None = None) -> schemas.Operation:
+        """Wakes an engine that is parked without a job."""
+        return self._post_operation(engine, "resume", idempotency_key)
+
+    def _post_operation(self, engine: str, verb: str, key: str | None, **body: Any) -> schemas.Operation:
+        headers = {"Idempotency-Key": key or uuid.uuid4().hex}
+        return self._read(schemas.Operation, "POST", f"/engines/{_segment(engine)}/{verb}", headers=headers, **body)
+
+    def operation(self, operation_id: str, *, wait_seconds: float = 0.0) -> schemas.Operation:
+        """How far it is; with ``wait_seconds`` as soon as it is over, at the latest after so many seconds."""
+        params = _given(wait_seconds=round(wait_seconds, 3) or None)
+        return self._read(schemas.Operation, "GET", f"/operations/{_segment(operation_id)}", params=params)
+
     def nodes(self) -> list[schemas.Node]:
         return self._read(schemas.NodeList, "GET", "/nodes").items
 
@@ -283,6 +308,10 @@ class Client:
     def loan(self, loan_id: str) -> schemas.Loan:
         """With its steps."""
         return self._read(schemas.Loan, "GET", f"/loans/{_segment(loan_id)}")
+
+    def recall_loan(self, loan_id: str) -> schemas.Loan:
+        """Orders a loan to be ended early; its jobs are preempted and queued again."""
+        return self._read(schemas.Loan, "POST", f"/loans/{_segment(loan_id)}/recall")
 
     def give_up_loan(self, loan_id: str) -> schemas.Loan:
         """Orders a faulted loan to be closed as it is; the gates of its engines stay closed."""

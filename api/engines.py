@@ -10,8 +10,10 @@ from fastapi import APIRouter, Header, Request, Response
 from ..agents.protocol.capabilities import refusal
 from ..agents.protocol.engine_kinds import MODES_ARE_FLAGS, known_capabilities
 from ..agents.protocol.policy import EnginePolicy
+from ..scheduler.requests import ParkRequest
 from . import schemas, views
 from .caching import NOT_MODIFIED, answer
+from .idempotency import KEY_PARAMETER, idempotency_key
 from .problems import invalid_field
 from .services import now, principal_of, read_body, services_of
 
@@ -42,6 +44,39 @@ async def restart(request: Request, response: Response, engine: str) -> schemas.
     row = await services_of(request).store.restart_engine(engine, principal_of(request), now())
     response.headers["Location"] = f"/api/v1/engines/{row.id}"
     return views.engine_of(row)
+
+
+@router.post(
+    "/engines/{engine}/park",
+    status_code=202,
+    summary="Park an engine without a job, until its time is over, it is resumed, or a request wakes it",
+    openapi_extra={
+        "requestBody": {
+            "required": False,
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ParkRequest"}}},
+        },
+        "parameters": [KEY_PARAMETER],
+    },
+)
+async def park(request: Request, response: Response, engine: str) -> schemas.Operation:
+    wanted = await read_body(request, ParkRequest) if await request.body() else ParkRequest()
+    key = idempotency_key(request)
+    row = await services_of(request).store.park_engine(engine, wanted, principal_of(request), key, now())
+    response.headers["Location"] = f"/api/v1/operations/{row.id}"
+    return views.operation_of(row)
+
+
+@router.post(
+    "/engines/{engine}/resume",
+    status_code=202,
+    summary="Wake an engine that is parked without a job",
+    openapi_extra={"parameters": [KEY_PARAMETER]},
+)
+async def resume(request: Request, response: Response, engine: str) -> schemas.Operation:
+    key = idempotency_key(request)
+    row = await services_of(request).store.resume_engine(engine, principal_of(request), key, now())
+    response.headers["Location"] = f"/api/v1/operations/{row.id}"
+    return views.operation_of(row)
 
 
 @router.get("/engines/{engine}/policy", summary="An engine's policy; its version is the ETag")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request
@@ -15,21 +14,13 @@ from ..scheduler.model import JobRow
 from ..scheduler.requests import JobRequest
 from . import schemas, views
 from .caching import NOT_MODIFIED, answer
-from .problems import invalid_field
+from .idempotency import KEY_PARAMETER, idempotency_key
 from .services import PAGE_MAX, Services, now, principal_of, read_body, services_of
 
 router = APIRouter(tags=["jobs"])
 
 WAIT_SECONDS_MAX: Final = 60.0
 ENDED: Final = frozenset(TERMINAL_JOB_STATES)
-_KEY_PATTERN: Final = re.compile(r"[\x21-\x7e]{1,255}")
-_KEY_PARAMETER: Final = {
-    "name": "Idempotency-Key",
-    "in": "header",
-    "required": False,
-    "schema": {"type": "string", "maxLength": 255},
-    "description": "The same key with the same body within 24 h answers with the same job",
-}
 
 
 @router.post(
@@ -45,7 +36,7 @@ _KEY_PARAMETER: Final = {
             "required": True,
             "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobRequest"}}},
         },
-        "parameters": [_KEY_PARAMETER],
+        "parameters": [KEY_PARAMETER],
     },
 )
 async def submit(request: Request) -> Response:
@@ -53,7 +44,7 @@ async def submit(request: Request) -> Response:
     wanted = await read_body(request, JobRequest)
     services = services_of(request)
     principal, at = principal_of(request), now()
-    key = _idempotency_key(request)
+    key = idempotency_key(request)
     digest = _digest(wanted) if key is not None else ""
     result = await services.store.submit_job(wanted, principal, key, digest, at)
     if result.replayed:
@@ -135,11 +126,11 @@ async def release(request: Request, job_id: str) -> schemas.Job:
             "description": "It was retried within 24 h, by this Idempotency-Key or by a job that has not ended",
         }
     },
-    openapi_extra={"parameters": [_KEY_PARAMETER]},
+    openapi_extra={"parameters": [KEY_PARAMETER]},
 )
 async def retry(request: Request, job_id: str) -> Response:
     store = services_of(request).store
-    result = await store.retry_job(job_id, principal_of(request), _idempotency_key(request), now())
+    result = await store.retry_job(job_id, principal_of(request), idempotency_key(request), now())
     job = views.job_of(await store.get_job(result.job_id))
     return _json(job, 200 if result.replayed else 201, {"Location": f"/api/v1/jobs/{job.id}"})
 
@@ -148,13 +139,6 @@ async def retry(request: Request, job_id: str) -> Response:
 async def attempts(request: Request, job_id: str) -> schemas.AttemptList:
     rows = await services_of(request).store.list_attempts(job_id)
     return schemas.AttemptList(items=[views.attempt_of(row) for row in rows])
-
-
-def _idempotency_key(request: Request) -> str | None:
-    key = request.headers.get("idempotency-key")
-    if key is not None and not _KEY_PATTERN.fullmatch(key):
-        raise invalid_field("Idempotency-Key", "use 1 to 255 printable ASCII characters without spaces")
-    return key
 
 
 def _digest(wanted: JobRequest) -> str:

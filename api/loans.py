@@ -39,6 +39,17 @@ async def show(request: Request, loan_id: str) -> Response:
 
 
 @router.post(
+    "/loans/{loan_id}/recall",
+    status_code=202,
+    summary="End a loan early; its jobs are preempted and queued again",
+)
+async def recall(request: Request, response: Response, loan_id: str) -> schemas.Loan:
+    row = await services_of(request).store.recall_loan(loan_id, principal_of(request), now())
+    response.headers["Location"] = f"/api/v1/loans/{row.id}"
+    return views.loan_of(row)
+
+
+@router.post(
     "/loans/{loan_id}/give-up",
     status_code=202,
     summary="Close a faulted loan as it is; the gates of its engines stay closed",

@@ -14,7 +14,15 @@ from ..agents.protocol.capabilities import Capabilities
 from ..agents.protocol.loans import LoanState, LoanStep
 from ..agents.protocol.plans import Learned
 from ..agents.protocol.policy import EnginePolicy
-from ..agents.protocol.wire import AttemptEnd, AttemptState, DeviceProcess, EngineState, GateState, OccupancyKind
+from ..agents.protocol.wire import (
+    AttemptEnd,
+    AttemptState,
+    DeviceProcess,
+    EngineState,
+    GateState,
+    OccupancyKind,
+    WithoutJob,
+)
 
 
 def as_utc(value: datetime) -> datetime:
@@ -115,8 +123,42 @@ class Engine(View):
     endpoint: str | None = None
     reason: ReasonView | None = None
     loan_id: str | None = None
+    parked: ParkedView | None = Field(None, description="It sleeps without a job")
+    last_wake: WakeView | None = None
     not_before: Time | None = None
     updated_at: Time
+
+
+class ParkedView(View):
+    """The engine sleeps without a job. ``at_most_seconds`` count from ``since``, by its node's clock."""
+
+    loan_id: str
+    since: Time
+    wanted_by: str
+    wake_on_request: bool
+    at_most_seconds: float | None = None
+
+
+class WakeView(View):
+    """The last time that a request woke the engine, and how long that request waited for its first byte."""
+
+    loan_id: str
+    at: Time
+    first_byte_seconds: float
+
+
+class Operation(View):
+    """What was asked of an engine and takes its time. ``state`` is ``running``, ``succeeded`` or ``failed``."""
+
+    id: str
+    kind: Literal["park", "resume"]
+    state: Literal["running", "succeeded", "failed"]
+    engine_id: str
+    loan_id: str
+    loan_state: LoanState
+    reason: ReasonView | None = None
+    requested_by: str
+    created_at: Time
 
 
 class PolicyView(View):
@@ -237,6 +279,8 @@ class Loan(View):
     opened_at: Time
     closed_at: Time | None = None
     restore_by_seconds: float | None = None
+    without_job: WithoutJob | None = Field(None, description="Its engines sleep: by whose wish, and how long")
+    first_byte_seconds: float | None = Field(None, description="That the request waited which ended it")
     plans: list[LoanPlan] = Field(default_factory=list[LoanPlan], description="What is released, engine by engine")
     steps: list[LoanStepView] = Field(default_factory=list[LoanStepView])
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import overload
+from typing import Any, overload
 
 from ..agents.protocol.wire import DeviceProcess, Reason
 from ..scheduler import model
@@ -135,8 +136,41 @@ def engine_of(row: model.EngineRow) -> schemas.Engine:
         endpoint=row.endpoint,
         reason=reason_of(row.reason),
         loan_id=row.loan_id,
+        parked=None if row.parked is None else parked_of(row.parked),
+        last_wake=None if row.last_wake is None else wake_of(row.last_wake),
         not_before=time_of(row.not_before) if row.not_before > 0 else None,
         updated_at=time_of(row.updated_at),
+    )
+
+
+def parked_of(loan: model.LoanRow) -> schemas.ParkedView:
+    assert loan.without_job is not None
+    return schemas.ParkedView(
+        loan_id=loan.id,
+        since=time_of(loan.opened_at),
+        wanted_by=loan.without_job.wanted_by,
+        wake_on_request=loan.without_job.wake_on_request,
+        at_most_seconds=loan.restore_by_seconds,
+    )
+
+
+def wake_of(woken: Mapping[str, Any]) -> schemas.WakeView:
+    return schemas.WakeView.model_validate({**woken, "at": time_of(woken["at"])})
+
+
+def operation_of(row: model.OperationRow) -> schemas.Operation:
+    return schemas.Operation.model_validate(
+        {
+            "id": row.id,
+            "kind": row.kind,
+            "state": row.state,
+            "engine_id": row.engine_id,
+            "loan_id": row.loan_id,
+            "loan_state": row.loan_state,
+            "reason": reason_of(row.reason),
+            "requested_by": row.requested_by,
+            "created_at": time_of(row.created_at),
+        }
     )
 
 
@@ -211,6 +245,8 @@ def loan_of(row: model.LoanRow) -> schemas.Loan:
         opened_at=time_of(row.opened_at),
         closed_at=time_of(row.closed_at),
         restore_by_seconds=row.restore_by_seconds,
+        without_job=row.without_job,
+        first_byte_seconds=row.first_byte_seconds,
         plans=plans_of(row),
         steps=[step_of(step) for step in row.steps],
     )

@@ -53,6 +53,8 @@ ENGINE: Final = Branch(
         "list": Leaf("engine", "list_engines", "List engines."),
         "show": Leaf("engine", "show", "Show one engine."),
         "restart": Leaf("engine", "restart", "Restart a supervised engine."),
+        "park": Leaf("engine_sleep", "park", "Park an engine without a job; the next request wakes it."),
+        "resume": Leaf("engine_sleep", "resume", "Wake an engine that is parked without a job."),
         "policy": Branch(
             "When and how an engine may be lent.",
             {
@@ -103,6 +105,7 @@ TREE: Final = Branch(
             {
                 "list": Leaf("loan", "list_loans", "List loans."),
                 "show": Leaf("loan", "show", "Show one loan, step by step."),
+                "recall": Leaf("loan", "recall", "End a loan early; its jobs are queued again."),
                 "give-up": Leaf("loan", "give_up", "Close a faulted loan as it is; its gates stay closed."),
             },
         ),

@@ -8,9 +8,9 @@ import typer
 
 from .choosing import SelectorOption, SortOption, ordered, selected
 from .context import Session, client_command
-from .output import Column, Row, described, field, part_of, parts_of, text_of
+from .output import Column, Row, age, described, field, part_of, parts_of, text_of
 from .plan_text import learned_text
-from .quantities import format_size
+from .quantities import format_duration, format_size
 
 EngineArgument = Annotated[str, typer.Argument(metavar="ENGINE", help="Its name or id.")]
 
@@ -66,6 +66,24 @@ def _plan(plan: Row) -> str:
     return f"{text_of(plan['name'])} ({tags})"
 
 
+def _parked(row: Row) -> str:
+    asleep = part_of(row, "parked")
+    if not asleep:
+        return ""
+    most = asleep.get("at_most_seconds")
+    until = f", at most {format_duration(most)} in all" if most else ""
+    wakes = "the next request wakes it" if asleep["wake_on_request"] else "no request wakes it"
+    return f"without a job for {age(asleep['since'])}, by {asleep['wanted_by']}{until}; {wakes}"
+
+
+def _last_wake(row: Row) -> str:
+    wake = part_of(row, "last_wake")
+    if not wake:
+        return ""
+    waited = format_duration(wake["first_byte_seconds"])
+    return f"{age(wake['at'])} ago, by a request that got its first byte after {waited}"
+
+
 def engine_lines(row: Row) -> list[str]:
     version, in_force = row["policy_version"], row["policy_version_in_force"]
     able = part_of(row, "capabilities")
@@ -83,6 +101,8 @@ def engine_lines(row: Row) -> list[str]:
             ("devices", text_of(row["device_ids"])),
             ("node", text_of(row["node_id"])),
             ("loan", text_of(row.get("loan_id"))),
+            ("parked", _parked(row)),
+            ("last wake", _last_wake(row)),
             ("endpoint", text_of(row.get("endpoint"))),
             ("version", text_of(able.get("version"))),
             ("parks by", "" if able.get("unsupported") else "; ".join(_plan(plan) for plan in parts_of(able, "plans"))),

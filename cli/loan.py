@@ -1,4 +1,4 @@
-"""`lull loan list`, `show` and `give-up`."""
+"""`lull loan list`, `show`, `recall` and `give-up`."""
 
 from __future__ import annotations
 
@@ -51,6 +51,20 @@ def show(session: Session, loan: LoanArgument) -> None:
 
 
 @client_command
+def recall(session: Session, loan: LoanArgument) -> None:
+    """End a loan early: its jobs are preempted and queued again, its engines are woken.
+
+    Where nothing else takes its place, a job that was preempted so may get the same devices again: hold or cancel it
+    first if the engine is to stay awake.
+    """
+    found = session.client.recall_loan(loan)
+    if session.out.for_people:
+        session.out.print(f"loan {found.id}: {found.state}, is to end")
+    else:
+        session.out.item(found, lambda _: [], name="id")
+
+
+@client_command
 def give_up(session: Session, loan: LoanArgument) -> None:
     """Close a faulted loan as it is: its engines' gates stay closed until they are restarted by hand."""
     found = session.client.give_up_loan(loan)
@@ -74,10 +88,27 @@ def loan_lines(row: Row) -> list[str]:
             ("need", f"{format_size(row['need_bytes'])} on each device"),
             ("opened", f"{age(row['opened_at'])} ago"),
             ("closed", f"{age(row['closed_at'])} ago" if row.get("closed_at") else "-"),
+            ("sleeps", _sleep(row)),
+            ("first byte", _first_byte(row)),
             ("at most", format_duration(row["restore_by_seconds"]) if row.get("restore_by_seconds") else "-"),
         ]
     )
     return lines + loan_plan_lines(row) + step_lines(parts_of(row, "steps"))
+
+
+def _sleep(row: Row) -> str:
+    """Why there is no job in it."""
+    wish = part_of(row, "without_job")
+    if not wish:
+        return ""
+    until = wish.get("until_seconds")
+    most = f", for {format_duration(until)}" if until else ""
+    return f"without a job, by {wish['wanted_by']}{most}" + ("" if wish["wake_on_request"] else ", no request wakes it")
+
+
+def _first_byte(row: Row) -> str:
+    seconds = row.get("first_byte_seconds")
+    return "" if seconds is None else f"{format_duration(seconds)} after the request came that woke it"
 
 
 def step_lines(steps: Sequence[Row]) -> list[str]:

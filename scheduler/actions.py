@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..agents.protocol.plans import Plan
+from ..agents.protocol.wire import WithoutJob
 from .model import AttemptId, DeviceId, EngineId, JobId, JobReason, LoanId, NodeId
 
 
@@ -32,6 +33,7 @@ class OpenLoan:
     later_job_ids: tuple[JobId, ...] = ()  # the rest of the loan's set
     need_bytes_by_device: Mapping[DeviceId, int] | None = None  # None: `need_bytes` on each
     plans: Mapping[EngineId, Plan] = field(default_factory=dict[EngineId, Plan])  # of engines whose park is predicted
+    without_job: WithoutJob | None = None  # the engines sleep; `places` is empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,13 @@ class ExpectWork:
 
 
 @dataclass(frozen=True, slots=True)
+class RecallLoan:
+    loan_id: LoanId
+    node_id: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SetReasons:
     job_id: JobId
     reasons: tuple[JobReason, ...]
@@ -70,4 +79,4 @@ class MarkSilent:
     heard_count: int
 
 
-Action: TypeAlias = OpenLoan | StartAttempt | StopAttempt | ExpectWork | SetReasons | MarkSilent
+Action: TypeAlias = OpenLoan | StartAttempt | StopAttempt | ExpectWork | RecallLoan | SetReasons | MarkSilent

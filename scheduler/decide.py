@@ -11,16 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ..agents.protocol.loans import LoanState
-from .actions import (
-    Action,
-    ExpectWork,
-    OpenLoan,
-    Place,
-    SetReasons,
-    StartAttempt,
-    StopAttempt,
-)
-from .explain import QUEUED_BEHIND, backed_off, explain, queued_behind, waiting_in_loan
+from . import parking
+from .actions import Action, ExpectWork, OpenLoan, Place, RecallLoan, SetReasons, StartAttempt, StopAttempt
+from .explain import QUEUED_BEHIND, backed_off, explain, queued_behind, waiting_for_wake, waiting_in_loan
 from .model import DeviceId, Job, JobId, JobReason, Loan, LoanId, Node, NodeId, Snapshot
 from .placement import Choice, Group, Room, build_groups, choose, queue_order
 from .ways import GroupWay, cheapest_way, whole_of
@@ -42,6 +35,7 @@ class _Work:
     all_groups: tuple[Group, ...]
     loans: dict[LoanId, Loan]  # that may take more jobs
     rooms: dict[LoanId, Room]
+    asleep: set[LoanId]  # loans without a job that may be ended for one
     awaited: set[LoanId] = field(default_factory=set[LoanId])  # by jobs
     actions: list[Action] = field(default_factory=list[Action])
     done: set[JobId] = field(default_factory=set[JobId])  # placed, or waiting for a loan of this decision
@@ -75,8 +69,10 @@ def decide(snapshot: Snapshot, now: float) -> tuple[Action, ...]:
         ahead += 1
     for loan_id in sorted(work.loans):
         loan, more = work.loans[loan_id], _is_awaited(work, loan_id, waiting)
-        if loan.expects_more is not more:
+        if loan.expects_more is not more and loan.without_job is None:
             work.actions.append(ExpectWork(loan_id, loan.node_id, more))
+    given = {device for action in work.actions if isinstance(action, OpenLoan) for device in action.device_ids}
+    work.actions += parking.under_pressure(work.all_groups, given, now)
     changed = [SetReasons(job.id, new) for job, given in reasons if (new := _renewed(job, given)) is not None]
     return (*work.actions, *changed[:REASONS_MAX])
 
@@ -85,15 +81,20 @@ def _prepare(snapshot: Snapshot, now: float) -> _Work:
     nodes = {node.id: node for node in snapshot.nodes}
     groups = build_groups(snapshot, now)
     whole = {device: nbytes for group in groups for device, nbytes in group.whole_bytes.items()}
+    engines = {engine.id: engine for engine in snapshot.engines}
     loans: dict[LoanId, Loan] = {}
     rooms: dict[LoanId, Room] = {}
     for loan in sorted(snapshot.loans, key=lambda each: each.id):
         node = nodes.get(loan.node_id)
         if loan.recall_ordered or loan.state not in _BEFORE_THE_END or node is None or not node.up:
             continue
+        if not parking.takes_jobs(loan, engines):
+            continue
         loans[loan.id] = loan
         # A loan that has lost its engine ends with the jobs that it has.
         left = {} if loan.engine_lost else dict(loan.room_bytes)
+        if loan.without_job is not None:  # opened before it was known what its engines keep while they are parked
+            left = {device: min(nbytes, whole.get(device, nbytes)) for device, nbytes in left.items()}
         rooms[loan.id] = Room(loan.id, left, {device: whole.get(device, nbytes) for device, nbytes in left.items()})
     for attempt in snapshot.attempts:
         if attempt.loan_id in rooms:
@@ -108,6 +109,7 @@ def _prepare(snapshot: Snapshot, now: float) -> _Work:
         groups,
         loans,
         rooms,
+        parking.may_make_way(snapshot, loans.values()),
     )
 
 
@@ -143,10 +145,40 @@ def _serve(work: _Work, job: Job, rest: list[Job]) -> JobReason | None:
     if choice is not None:
         _open(work, job, choice, rest)
         return None
+    woken = _wake_for(work, job, groups)
+    if woken is not None:
+        return woken
     reason = explain(job, work.snapshot, work.all_groups, work.now)
     work.hopeless[shape] = reason
     _keep_for(work, job)
     return reason
+
+
+def _wake_for(work: _Work, job: Job, groups: list[Group]) -> JobReason | None:
+    """Ends loans in which engines only sleep, where the job needs more devices than one of them has: what it waits for
+    can be lent together once they are closed. None: that would not help."""
+    sleeping = [
+        group
+        for group in work.all_groups
+        if group.blocker is not None
+        and group.blocker.code == "LoanOpen"
+        and group.blocker.data["loan_id"] in work.asleep
+        and not _kept_from(work, job, group.blocker.data["loan_id"])
+        and not _is_kept_from(work, job, group)
+    ]
+    choice = choose(job, sorted([*groups, *sleeping], key=lambda group: group.cost)) if sleeping else None
+    if choice is None:
+        return None
+    chosen = {device.id for group in choice.groups for device in group.devices}
+    ended = [loan for loan in work.loans.values() if loan.id in work.asleep and chosen.intersection(loan.device_ids)]
+    for loan in ended:
+        work.actions.append(RecallLoan(loan.id, loan.node_id, parking.NEEDED))
+        work.asleep.discard(loan.id)
+        del work.loans[loan.id], work.rooms[loan.id]
+    for device_id in chosen:
+        work.device_floors.setdefault(device_id, job.priority)
+    work.groups = [group for group in work.groups if group not in choice.groups]
+    return waiting_for_wake(ended[0].id, work.now)
 
 
 def _keep_for(work: _Work, job: Job) -> None:
@@ -209,6 +241,7 @@ def _start_in(work: _Work, job: Job, loan_id: LoanId) -> bool:
         return False
     device_ids, hbm_bytes = fit
     room.take(device_ids, hbm_bytes)
+    work.asleep.discard(loan_id)
     place = Place(job.id, job.attempt_no, device_ids, hbm_bytes)
     work.actions.append(StartAttempt(loan_id, loan.node_id, place))
     return True
@@ -219,6 +252,7 @@ def _reserve(work: _Work, job: Job, loan_id: LoanId) -> None:
     fit = room.fit(job)
     if fit is not None:
         room.take(*fit)
+        work.asleep.discard(loan_id)
 
 
 def _open(work: _Work, job: Job, choice: Choice, rest: list[Job]) -> None:

@@ -8,6 +8,7 @@ SchedulerError
 │   ├── StaleIncarnation     a newer registration of the node rules: register again
 │   └── DuplicateIdentity    another agent has this node's id (``retry_after_seconds``)
 ├── InvalidRequest           a value cannot be used (``field``)
+│   ├── PolicyNotHonoured    the engine cannot be parked by its policy
 │   ├── IdempotencyMismatch  the same key with another body
 │   └── Unsatisfiable        no known node could ever run it (``largest_bytes``)
 ├── QueueFull                too many jobs wait
@@ -71,6 +72,11 @@ class InvalidRequest(SchedulerError):
     def __init__(self, field: str, text: str) -> None:
         super().__init__(f"{field}: {text}")
         self.field = field
+
+
+class PolicyNotHonoured(InvalidRequest):
+    def __init__(self, text: str) -> None:
+        super().__init__("policy", text)
 
 
 class IdempotencyMismatch(InvalidRequest):

@@ -54,6 +54,11 @@ def waiting_in_loan(job: Job, loan_id: LoanId, now: float) -> JobReason:
     return JobReason("LoanOpen", sentence, now, None, {"loan_id": loan_id})
 
 
+def waiting_for_wake(loan_id: LoanId, now: float) -> JobReason:
+    sentence = "an engine that sleeps without a job is woken, so that its devices can be lent together with others"
+    return JobReason("LoanOpen", sentence, now, None, {"loan_id": loan_id})
+
+
 def backed_off(job: Job, now: float) -> JobReason:
     trouble = job.trouble
     if trouble is None:

@@ -14,14 +14,7 @@ from ..agents.protocol.capabilities import Capabilities
 from ..agents.protocol.loans import LoanState, LoanStep
 from ..agents.protocol.plans import Learned, Plan
 from ..agents.protocol.policy import EnginePolicy
-from ..agents.protocol.wire import (
-    AttemptEnd,
-    AttemptState,
-    EngineState,
-    GateState,
-    OccupancyKind,
-    Reason,
-)
+from ..agents.protocol.wire import AttemptEnd, AttemptState, EngineState, GateState, OccupancyKind, Reason, WithoutJob
 from .lifecycle import JobState
 
 JobId = NewType("JobId", str)
@@ -81,6 +74,7 @@ class Engine:
     idle_since: float | None = None  # None: serving, or not known
     not_before: float = 0.0
     trouble: Reason | None = None  # why not_before was set
+    is_pressed: bool = False  # its node is short of host memory, and it has been idle for long enough
     refused: str | None = None  # why its policy cannot be honoured, by what the engine says it can do
     capabilities: Capabilities | None = None  # None: it was not asked yet, so it is parked whole
     learned: Learned | None = None  # what its parks were seen to do
@@ -132,6 +126,7 @@ class Loan:
     recall_ordered: bool = False
     expects_more: bool | None = None  # what the node was told of jobs that wait for it; None: nothing it still knows
     engine_lost: bool = False
+    without_job: WithoutJob | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +252,8 @@ class EngineRow:
     not_before: float  # back-off after a park that failed
     loan_id: LoanId | None  # the open loan that holds it
     updated_at: float
+    last_wake: Mapping[str, Any] | None = None  # by a request: loan_id, at, first_byte_seconds
+    parked: LoanRow | None = None  # the open loan in which it sleeps without a job
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +307,24 @@ class LoanRow:
     opened_at: float
     closed_at: float | None
     attempt_ids: tuple[AttemptId, ...]
+    without_job: WithoutJob | None = None
+    first_byte_seconds: float | None = None  # that the request waited which ended it
     steps: tuple[StepRow, ...] = ()  # in the order taken; empty in lists
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRow:
+    """Something that was asked of an engine and takes its time. ``state`` is running, succeeded or failed."""
+
+    id: str
+    kind: str  # park, resume
+    engine_id: EngineId
+    loan_id: LoanId
+    requested_by: str
+    created_at: float
+    state: str
+    reason: Reason | None
+    loan_state: LoanState
 
 
 @dataclass(frozen=True, slots=True)

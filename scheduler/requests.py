@@ -84,3 +84,12 @@ def _check_text(field: str, text: str) -> None:
         raise ValueError(f"{field}: a NUL byte cannot be passed to a program")
     if len(text.encode("utf-8", "surrogatepass")) >= ARGV_BYTES_MAX:
         raise ValueError(f"{field}: one string may not exceed {ARGV_BYTES_MAX} bytes; pass a file instead")
+
+
+class ParkRequest(BaseModel):
+    """How an operator wants an engine parked without a job. ``for_seconds`` None: as long as its policy allows."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    for_seconds: Annotated[float, Field(gt=0, le=7 * 24 * 3600)] | None = None
+    wake_on_request: bool = True

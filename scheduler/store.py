@@ -26,18 +26,21 @@ from .model import (
     LoanRow,
     LogTail,
     NodeRow,
+    OperationRow,
     PolicyRow,
     Snapshot,
     SubmitResult,
 )
-from .requests import JobRequest
+from .requests import JobRequest, ParkRequest
 from .sql import (
     agent_writes,
     database,
     decisions,
+    engine_sleep,
     job_writes,
     leadership,
     log_tails,
+    operations,
     operator_verbs,
     policies,
     reading,
@@ -196,6 +199,35 @@ class Store:
         is parked, and for an attached one."""
         engine_id = await self._write(lambda tx: operator_verbs.restart_engine(tx, id_or_name, principal, now))
         return await self.get_engine(engine_id)
+
+    async def park_engine(
+        self, id_or_name: str, request: ParkRequest, principal: str, idempotency_key: str | None, now: float
+    ) -> OperationRow:
+        """Orders an engine to be parked without a job. Raises NotFound, PolicyNotHonoured, IdempotencyMismatch; and
+        Conflict with the way out."""
+        operation_id = await self._write(
+            lambda tx: engine_sleep.park(tx, id_or_name, request, principal, idempotency_key, now)
+        )
+        return await self.get_operation(operation_id)
+
+    async def resume_engine(
+        self, id_or_name: str, principal: str, idempotency_key: str | None, now: float
+    ) -> OperationRow:
+        """Orders an engine that is parked without a job to be woken. Raises NotFound, IdempotencyMismatch; and Conflict
+        with the way out."""
+        operation_id = await self._write(
+            lambda tx: engine_sleep.resume(tx, id_or_name, principal, idempotency_key, now)
+        )
+        return await self.get_operation(operation_id)
+
+    async def get_operation(self, operation_id: str) -> OperationRow:
+        """Raises NotFound."""
+        return await self._read(lambda conn: operations.operation(conn, operation_id))
+
+    async def recall_loan(self, loan_id: str, principal: str, now: float) -> LoanRow:
+        """Orders a loan to be ended early; its jobs are queued again. Raises NotFound; Conflict once it is over."""
+        await self._write(lambda tx: engine_sleep.recall(tx, loan_id, principal, now))
+        return await self.get_loan(loan_id)
 
     async def list_engines(self) -> list[EngineRow]:
         return await self._read(reading.engine_rows)

@@ -121,6 +121,8 @@ engines = Table(
     Column("trouble_count", Integer, nullable=False),
     Column("present", Boolean, nullable=False),
     Column("updated_at", Double, nullable=False),
+    Column("pressure", JSON(none_as_null=True)),  # what its agent sees of host memory that is short
+    Column("last_wake", JSON(none_as_null=True)),  # by a request
 )
 
 jobs = Table(
@@ -191,12 +193,26 @@ loans = Table(
     Column("reported", Boolean, nullable=False),  # the node has spoken of it
     Column("adopted", Boolean, nullable=False),  # from a registration that was ahead of the reports
     Column("missing_incarnation", BigInteger),  # the registration that did not list it
+    Column("without_job", JSON(none_as_null=True)),  # the engines sleep: who wants it, and for how long
+    Column("first_byte_seconds", Double),  # that the request waited which ended it
     Column("opened_at", Double, nullable=False),
     Column("closed_at", Double),
     _one_of("state", LoanState),
     Index(
         "ix_loans_open", "node_id", sqlite_where=text("state <> 'closed'"), postgresql_where=text("state <> 'closed'")
     ),
+)
+
+# What was asked of an engine and takes its time; how far it is, its loan says.
+operations = Table(
+    "operations",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("kind", String(32), nullable=False),
+    Column("engine_id", ID, ForeignKey("engines.id"), nullable=False),
+    Column("loan_id", ID, ForeignKey("loans.id"), nullable=False, index=True),
+    Column("requested_by", Text, nullable=False),
+    Column("created_at", Double, nullable=False, index=True),
 )
 
 loan_devices = Table(

@@ -10,12 +10,10 @@ from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ...vmm.tags import INIT_ONLY_TAGS, TAG_PATTERN, TRTLLM_TAGS, RestoreMode
+from ...vmm.tags import INIT_ONLY_TAGS, KEEPS_CONTENTS, TAG_PATTERN, TRTLLM_TAGS, RestoreMode
+from .sizes import Bytes
 
 NOT_OBEYED_YET: Final = {
-    "on_pressure": "lending under host-memory pressure",
-    "pressure_free_bytes_min": "lending under host-memory pressure",
-    "idle_seconds_min": "lending when idle",
     "windows": "lending in time windows",
     "share": "more than one owner of a device at a time",
     "recall_waiting_seconds": "recalling a loan for waiting traffic",
@@ -48,6 +46,11 @@ class EnginePolicy(BaseModel):
         default_factory=lambda: {"model_weights": RestoreMode.CPU, "kv_cache": RestoreMode.NONE}
     )
     when: Literal["manual", "always"] = "manual"
+    # Parked without a job once the node's MemAvailable was below the bound three times in a row and the engine has
+    # been idle for `idle_seconds_min`; the next request wakes it.
+    on_pressure: bool = False
+    pressure_free_bytes_min: Annotated[Bytes, Field(gt=0)] | None = None
+    idle_seconds_min: Seconds = 300.0
     drain_seconds_max: Seconds = 60.0
     on_drain_deadline: Literal["abort_loan", "abort_requests"] = "abort_loan"
     park_call_seconds_max: Seconds = 300.0
@@ -74,6 +77,21 @@ class EnginePolicy(BaseModel):
             if fields.get("when") in ("window", "idle"):
                 raise ValueError(f"when: {fields['when']!r} is not obeyed yet; use 'manual' or 'always'")
         return cast("Any", value)
+
+    @model_validator(mode="after")
+    def _check_pressure(self) -> EnginePolicy:
+        if not self.on_pressure:
+            return self
+        if self.pressure_free_bytes_min is None:
+            raise ValueError(
+                "pressure_free_bytes_min: on_pressure needs it: below how many bytes of MemAvailable is memory short?"
+            )
+        if all(mode in KEEPS_CONTENTS for mode in self.restore_modes.values()):
+            raise ValueError(
+                "on_pressure: restore_modes keep every tag in host memory: a park would free none of it; give a tag"
+                " mode NONE, for example kv_cache"
+            )
+        return self
 
     @field_validator("restore_modes")
     @classmethod

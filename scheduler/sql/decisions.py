@@ -48,7 +48,7 @@ _CLAIM: Final = (
 )
 
 
-class _TooLate(Exception):
+class TooLate(Exception):
     """The facts moved on since the snapshot; the next decision will see them."""
 
 
@@ -60,7 +60,7 @@ def commit(tx: Tx, wanted: Sequence[Action], term: int, now: float) -> int:
         savepoint = tx.conn.begin_nested()
         try:
             _apply(tx, action, term, now)
-        except (_TooLate, exc.IntegrityError):
+        except (TooLate, exc.IntegrityError):
             savepoint.rollback()
             tx.undo_to(mark)
         else:
@@ -72,13 +72,15 @@ def commit(tx: Tx, wanted: Sequence[Action], term: int, now: float) -> int:
 def _apply(tx: Tx, action: Action, term: int, now: float) -> None:
     match action:
         case actions.OpenLoan():
-            _open_loan(tx, action, term, now)
+            open_loan(tx, action, term, now)
         case actions.StartAttempt():
             _start_attempt(tx, action, term, now)
         case actions.StopAttempt():
             _stop_attempt(tx, action, term, now)
         case actions.ExpectWork():
             _expect_work(tx, action, term, now)
+        case actions.RecallLoan():
+            _recall_loan(tx, action, term, now)
         case actions.SetReasons():
             _set_reasons(tx, action)
         case actions.MarkSilent():
@@ -92,18 +94,19 @@ def _node_in_use(tx: Tx, node_id: str) -> None:
     registration, which ends all orders, from slipping in between."""
     node = tx.conn.execute(_LOCKED_NODE, {"key": node_id}).mappings().one_or_none()
     if node is None or node["silent_since"] is not None or node["confirmed_incarnation"] != node["incarnation"]:
-        raise _TooLate
+        raise TooLate
 
 
-def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
+def open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float, actor: str = "scheduler") -> str:
+    """Writes and orders it; returns its id. Raises TooLate, IntegrityError where another loan has a device."""
     _node_in_use(tx, action.node_id)
     loan_id = new_id()
     device_ids: list[str] = sorted(action.device_ids)
     engine_ids: list[str] = sorted(action.engine_ids)
     epoch = _next_epoch(tx, action.node_id, device_ids)
-    policies = _policies_of(tx, action.node_id, engine_ids, now)
+    policies = _policies_of(tx, action, engine_ids, now)
     if plans_refusal(policies, {str(key): plan for key, plan in action.plans.items()}) is not None:
-        raise _TooLate  # they were made for another policy
+        raise TooLate  # they were made for another policy
     tx.conn.execute(
         _INSERT_LOAN,
         {
@@ -119,6 +122,7 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
             "policies": {key: policy.model_dump(mode="json") for key, policy in policies.items()},
             "plans": {key: plan.model_dump(mode="json") for key, plan in action.plans.items()} or None,
             "restore_by_seconds": action.restore_by_seconds,
+            "without_job": None if action.without_job is None else action.without_job.model_dump(mode="json"),
             "recall_ordered": False,
             "expects_more": bool(action.later_job_ids),
             "reported": False,
@@ -149,35 +153,50 @@ def _open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float) -> None:
         policies=policies,
         plans={str(key): plan for key, plan in action.plans.items()},
         attempts=specs[:first],
+        without_job=action.without_job,
     )
     give_order(tx, action.node_id, order, term, now, loan_id=loan_id)
     for spec in specs[first:]:
         start = wire.StartAttempt(loan_id=loan_id, attempt=spec)
         give_order(tx, action.node_id, start, term, now, loan_id=loan_id, attempt_id=spec.attempt_id)
+    sleeps = action.without_job
+    why = f"{len(specs)} job(s)" if sleeps is None else f"no job: its engines sleep, by {sleeps.wanted_by}"
     tx.event(
         "loan_changed",
-        f"a loan of {len(device_ids)} device(s) was opened for {len(specs)} job(s)",
+        f"a loan of {len(device_ids)} device(s) was opened for {why}",
         now,
+        actor=actor,
         loan_id=loan_id,
+        engine_id=engine_ids[0] if sleeps is not None and len(engine_ids) == 1 else None,
         node_id=action.node_id,
         to_state=(LoanState.DRAINING if engine_ids else LoanState.SETTLING).value,
         data={"device_ids": device_ids, "engine_ids": engine_ids, "epoch": epoch, "need_bytes": action.need_bytes},
     )
     tx.touch("loans", "engines")
+    return loan_id
 
 
-def _policies_of(tx: Tx, node_id: str, engine_ids: Sequence[str], now: float) -> dict[str, EnginePolicy]:
+def _policies_of(tx: Tx, action: actions.OpenLoan, engine_ids: Sequence[str], now: float) -> dict[str, EnginePolicy]:
     """The policies that rule the loan, if each engine may still be parked: a policy that was set to `manual` after
     the snapshot was answered with a 200."""
-    ready = (engines.c.node_id == node_id) & engines.c.present & engines.c.verified & (engines.c.not_before <= now)
+    ready = (engines.c.node_id == action.node_id) & engines.c.present & engines.c.verified
+    wish = action.without_job
+    if wish is None or wish.wanted_by != "operator":
+        ready &= engines.c.not_before <= now
     statement = select(engines.c.id, engines.c.policy).where(
         engines.c.id.in_(engine_ids), ready, engines.c.state == EngineState.RUNNING.value
     )
     rows = tx.conn.execute(statement.order_by(engines.c.id).with_for_update()).all()
     found = {row.id: EnginePolicy.model_validate(row.policy) for row in rows}
-    if len(found) != len(engine_ids) or any(policy.when != "always" for policy in found.values()):
-        raise _TooLate
+    if len(found) != len(engine_ids) or not all(_allows(policy, wish) for policy in found.values()):
+        raise TooLate
     return found
+
+
+def _allows(policy: EnginePolicy, wish: wire.WithoutJob | None) -> bool:
+    if wish is None:
+        return policy.when == "always"
+    return policy.on_pressure if wish.wanted_by == "pressure" else True
 
 
 def _that_fit(specs: Sequence[AttemptSpec]) -> int:
@@ -200,7 +219,7 @@ def _next_epoch(tx: Tx, node_id: str, device_ids: Sequence[str]) -> int:
     )
     epochs = tx.conn.execute(statement).scalars().all()
     if len(epochs) != len(device_ids):
-        raise _TooLate
+        raise TooLate
     epoch = int(max(epochs)) + 1
     tx.conn.execute(update(devices).where(devices.c.id.in_(device_ids)).values(epoch=epoch))
     return epoch
@@ -216,7 +235,7 @@ def _claim(tx: Tx, place: actions.Place, loan_id: str, node_id: str, now: float)
         .one_or_none()
     )
     if job is None:
-        raise _TooLate
+        raise TooLate
     attempt_id = new_id()
     tx.conn.execute(
         _INSERT_ATTEMPT,
@@ -270,7 +289,7 @@ def _spec(job: RowMapping, attempt_id: str, number: int, place: actions.Place) -
 def _open_loan_row(tx: Tx, loan_id: str) -> dict[str, Any]:
     row = tx.conn.execute(select(loans).where(loans.c.id == loan_id).with_for_update()).mappings().one_or_none()
     if row is None or row["recall_ordered"] or row["state"] == LoanState.CLOSED.value:
-        raise _TooLate
+        raise TooLate
     return dict(row)
 
 
@@ -278,7 +297,7 @@ def _start_attempt(tx: Tx, action: actions.StartAttempt, term: int, now: float) 
     _node_in_use(tx, action.node_id)
     loan = _open_loan_row(tx, action.loan_id)
     if loan["state"] != LoanState.LENT.value:
-        raise _TooLate
+        raise TooLate
     spec = _claim(tx, action.place, action.loan_id, action.node_id, now)
     order = wire.StartAttempt(loan_id=action.loan_id, attempt=spec)
     give_order(tx, action.node_id, order, term, now, loan_id=action.loan_id, attempt_id=spec.attempt_id)
@@ -287,7 +306,7 @@ def _start_attempt(tx: Tx, action: actions.StartAttempt, term: int, now: float) 
 def _stop_attempt(tx: Tx, action: actions.StopAttempt, term: int, now: float) -> None:
     live = (attempts.c.id == action.attempt_id) & (attempts.c.state != AttemptState.ENDED.value)
     if not one_row(tx, update(attempts).where(live, ~attempts.c.stop_ordered).values(stop_ordered=True)):
-        raise _TooLate
+        raise TooLate
     give_order(
         tx, action.node_id, wire.StopAttempt(attempt_id=action.attempt_id), term, now, attempt_id=action.attempt_id
     )
@@ -299,6 +318,26 @@ def _expect_work(tx: Tx, action: actions.ExpectWork, term: int, now: float) -> N
     tx.conn.execute(update(loans).where(loans.c.id == action.loan_id).values(expects_more=action.more))
     order = wire.ExpectWork(loan_id=action.loan_id, more=action.more)
     give_order(tx, action.node_id, order, term, now, loan_id=action.loan_id)
+
+
+def _recall_loan(tx: Tx, action: actions.RecallLoan, term: int, now: float) -> None:
+    _node_in_use(tx, action.node_id)
+    _open_loan_row(tx, action.loan_id)
+    recall_loan(tx, action.node_id, action.loan_id, action.reason, term, now)
+    tx.event(
+        "loan_recall_ordered",
+        f"the loan is recalled: {action.reason}",
+        now,
+        loan_id=action.loan_id,
+        node_id=action.node_id,
+    )
+
+
+def recall_loan(tx: Tx, node_id: str, loan_id: str, reason: str, term: int, now: float) -> None:
+    """Orders the node to end the loan; from now on it takes no more jobs."""
+    tx.conn.execute(update(loans).where(loans.c.id == loan_id).values(recall_ordered=True))
+    give_order(tx, node_id, wire.RecallLoan(loan_id=loan_id, reason=reason), term, now, loan_id=loan_id)
+    tx.touch("loans", "decide")
 
 
 def _set_reasons(tx: Tx, action: actions.SetReasons) -> None:
@@ -314,7 +353,7 @@ def _set_reasons(tx: Tx, action: actions.SetReasons) -> None:
     ]
     here = (jobs.c.id == action.job_id) & (jobs.c.state == JobState.QUEUED.value)
     if not one_row(tx, update(jobs).where(here).values(reasons=rows)):
-        raise _TooLate
+        raise TooLate
     tx.touch("jobs")
 
 
@@ -323,7 +362,7 @@ def _mark_silent(tx: Tx, action: actions.MarkSilent, now: float) -> None:
     mark = update(nodes).where(here, nodes.c.silent_since.is_(None)).values(silent_since=now)
     last_seen_at = tx.conn.execute(mark.returning(nodes.c.last_seen_at)).scalar_one_or_none()
     if last_seen_at is None:
-        raise _TooLate
+        raise TooLate
     node_lost_sight(tx, action.node_id, last_seen_at)
     tx.event(
         "node_silent",

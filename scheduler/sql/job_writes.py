@@ -45,7 +45,7 @@ def submit(
 ) -> SubmitResult:
     """The key's row commits with the job's: a repeated request finds both or neither."""
     if idempotency_key is not None:
-        seen = _replayed(tx, principal, idempotency_key, body_sha256, now)
+        seen = replayed(tx, principal, idempotency_key, body_sha256, now)
         if seen is not None:
             return SubmitResult(seen, replayed=True)
     _check_possible(tx.conn, request)
@@ -79,7 +79,7 @@ def submit(
         },
     )
     if idempotency_key is not None:
-        _remember(tx, principal, idempotency_key, body_sha256, job_id, now)
+        remember(tx, principal, idempotency_key, body_sha256, job_id, now)
     tx.event(
         "job_changed",
         "the job was submitted" if retry_of is None else f"the job was submitted to retry {retry_of}",
@@ -100,32 +100,33 @@ def retry(
     request = request_of_retry(tx, job_id)  # locks the job: of two at once one makes the new job
     digest = f"retry {job_id}"[:64]
     if idempotency_key is not None:
-        seen = _replayed(tx, principal, idempotency_key, digest, now)
+        seen = replayed(tx, principal, idempotency_key, digest, now)
         if seen is not None:
             return SubmitResult(seen, replayed=True)
-    made = _replayed(tx, _NOBODY, digest, digest, now)
+    made = replayed(tx, _NOBODY, digest, digest, now)
     if made is not None:
         job = _job(tx, made)
         if JobState(job["state"]) not in TERMINAL_JOB_STATES:
             if idempotency_key is not None:
-                _remember(tx, principal, idempotency_key, digest, made, now)
+                remember(tx, principal, idempotency_key, digest, made, now)
             return SubmitResult(made, replayed=True)
         mark = (idempotency_keys.c.principal == _NOBODY) & (idempotency_keys.c.key == digest)
         tx.conn.execute(delete(idempotency_keys).where(mark))
     result = submit(tx, request, principal, idempotency_key, digest, now, queue_jobs_max, retry_of=job_id)
-    _remember(tx, _NOBODY, digest, digest, result.job_id, now)
+    remember(tx, _NOBODY, digest, digest, result.job_id, now)
     return result
 
 
-def _remember(tx: Tx, principal: str, key: str, body_sha256: str, job_id: JobId, now: float) -> None:
+def remember(tx: Tx, principal: str, key: str, body_sha256: str, made_id: str, now: float) -> None:
+    """``made_id``: what the request made, a job or an operation."""
     tx.conn.execute(
         insert(idempotency_keys).values(
-            principal=principal, key=key, body_sha256=body_sha256, job_id=job_id, created_at=now
+            principal=principal, key=key, body_sha256=body_sha256, job_id=made_id, created_at=now
         )
     )
 
 
-def _replayed(tx: Tx, principal: str, key: str, body_sha256: str, now: float) -> JobId | None:
+def replayed(tx: Tx, principal: str, key: str, body_sha256: str, now: float) -> JobId | None:
     if tx.conn.dialect.name == "postgresql":
         # A row that another server is about to insert cannot be locked; its key can.
         both = func.hashtextextended(f"{principal} {key}", 0)

@@ -8,9 +8,9 @@ from typing import Any, Final
 from sqlalchemy import RowMapping, insert, select, update
 
 from ...agents.protocol.loans import IllegalLoanTransition, LoanEvent, LoanState, advance
-from ...agents.protocol.wire import LoanChanged, LoanStepTaken, Reason, RecallLoan
+from ...agents.protocol.wire import LoanChanged, LoanStepTaken, Reason, RecallLoan, RequestAnswered
 from ..tables import engines, loan_steps, loans
-from .changes import AGENT, as_json, backoff_seconds, give_order, locked_loan, set_loan_state
+from .changes import AGENT, as_json, backoff_seconds, give_order, locked_loan, one_row, set_loan_state
 from .leadership import ruling_term
 from .writer import Tx
 
@@ -149,3 +149,25 @@ def step_taken(tx: Tx, node_id: str, report_id: int, report: LoanStepTaken, at: 
         )
     )
     tx.touch("loans")
+
+
+def request_answered(tx: Tx, node_id: str, report: RequestAnswered, at: float) -> None:
+    """How long the request waited that woke an engine: told once, and kept with the loan and the engine."""
+    mine = (loans.c.id == report.loan_id) & (loans.c.node_id == node_id)
+    first = update(loans).where(mine, loans.c.first_byte_seconds.is_(None)).values(first_byte_seconds=report.seconds)
+    if not one_row(tx, first):
+        return  # told before, or of a loan that LoanChanged says is not known
+    woken = {"loan_id": report.loan_id, "at": at, "first_byte_seconds": report.seconds}
+    here = (engines.c.id == report.engine_id) & (engines.c.node_id == node_id)
+    tx.conn.execute(update(engines).where(here).values(last_wake=woken))
+    tx.event(
+        "engine_woken",
+        f"the request that woke the engine got its first byte after {report.seconds:.3f} s",
+        at,
+        actor=AGENT,
+        loan_id=report.loan_id,
+        engine_id=report.engine_id,
+        node_id=node_id,
+        data={"first_byte_seconds": report.seconds},
+    )
+    tx.touch("loans", "engines")

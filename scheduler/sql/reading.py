@@ -13,14 +13,7 @@ from ...agents.protocol.capabilities import Capabilities
 from ...agents.protocol.loans import LoanState, LoanStep
 from ...agents.protocol.plans import Learned, Plan
 from ...agents.protocol.policy import EnginePolicy
-from ...agents.protocol.wire import (
-    ORDER,
-    EngineState,
-    GateState,
-    OccupancyKind,
-    OrderEnvelope,
-    Reason,
-)
+from ...agents.protocol.wire import ORDER, EngineState, GateState, OccupancyKind, OrderEnvelope, Reason
 from ..errors import Conflict, InvalidRequest, NotFound, StaleIncarnation
 from ..lifecycle import JobState
 from ..model import (
@@ -40,21 +33,10 @@ from ..model import (
     PolicyRow,
     StepRow,
 )
-from ..tables import (
-    attempts,
-    devices,
-    engines,
-    events,
-    jobs,
-    loan_devices,
-    loan_steps,
-    loans,
-    nodes,
-    occupancy,
-    orders,
-)
+from ..tables import attempts, devices, engines, events, jobs, loan_devices, loan_steps, loans, nodes, occupancy, orders
 from ..usage import Sight, cut
 from .job_rows import attempt_row, job_row, with_positions
+from .snapshots import without_job_of
 
 PAGE_MAX: Final = 1000
 _INTERVALS_MAX: Final = 100_000
@@ -147,9 +129,10 @@ def engine(conn: Connection, id_or_name: str) -> EngineRow:
 
 
 def _engine_rows(conn: Connection, rows: Iterable[RowMapping]) -> list[EngineRow]:
-    lent: dict[str, str] = {}
-    for loan in conn.execute(select(loans.c.id, loans.c.engine_ids).where(loans.c.state != LoanState.CLOSED.value)):
-        lent.update(dict.fromkeys(loan.engine_ids, loan.id))
+    lent: dict[str, RowMapping] = {}
+    for loan in conn.execute(select(loans).where(loans.c.state != LoanState.CLOSED.value)).mappings():
+        lent.update(dict.fromkeys(loan["engine_ids"], loan))
+    asleep = {key: _loan_row(loan, (), ()) for key, loan in lent.items() if loan["without_job"] is not None}
     return [
         EngineRow(
             id=EngineId(row["id"]),
@@ -175,8 +158,10 @@ def _engine_rows(conn: Connection, rows: Iterable[RowMapping]) -> list[EngineRow
             policy_version_in_force=row["policy_version_in_force"],
             policy_locked=row["policy_locked"],
             not_before=row["not_before"],
-            loan_id=LoanId(lent[row["id"]]) if row["id"] in lent else None,
+            loan_id=LoanId(lent[row["id"]]["id"]) if row["id"] in lent else None,
             updated_at=row["updated_at"],
+            last_wake=row["last_wake"],
+            parked=asleep.get(row["id"]),
         )
         for row in rows
     ]
@@ -332,6 +317,8 @@ def _loan_row(row: RowMapping, attempt_ids: Iterable[AttemptId], steps: tuple[St
         opened_at=row["opened_at"],
         closed_at=row["closed_at"],
         attempt_ids=tuple(attempt_ids),
+        without_job=without_job_of(row["without_job"]),
+        first_byte_seconds=row["first_byte_seconds"],
         steps=steps,
     )
 

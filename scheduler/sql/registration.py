@@ -50,7 +50,7 @@ from .succession import check_successor
 from .writer import Tx
 
 _HELD_MAX: Final = 10_000
-_BY_OPERATORS: Final = ("give_up_loan", "restart_engine")
+_BY_OPERATORS: Final = ("give_up_loan", "restart_engine", "recall_loan")
 _MARK_MAX: Final = 2**60  # what a database's integer holds, and room to count on
 
 

@@ -23,6 +23,7 @@ from ...agents.protocol.wire import (
     ReportBatch,
     ReportEnvelope,
     ReportsAnswer,
+    RequestAnswered,
 )
 from ..errors import InvalidRequest, NotFound, StaleIncarnation
 from ..tables import attempts, nodes
@@ -38,6 +39,7 @@ _KINDS: Final = frozenset(
     {
         "loan_changed",
         "loan_step",
+        "request_answered",
         "attempt_changed",
         "engine_changed",
         "device_observed",
@@ -176,6 +178,8 @@ def _take_one(tx: Tx, node_id: str, raw: dict[str, Any], now: float) -> bool:
             loan_reports.loan_changed(tx, node_id, report, now)
         case LoanStepTaken():
             loan_reports.step_taken(tx, node_id, envelope.id, report, envelope.at)
+        case RequestAnswered():
+            loan_reports.request_answered(tx, node_id, report, envelope.at)
         case AttemptChanged():
             attempt_reports.attempt_changed(tx, node_id, report, now)
         case EngineChanged():

@@ -11,13 +11,7 @@ from ...agents.protocol.capabilities import Capabilities, refusal
 from ...agents.protocol.loans import LoanState
 from ...agents.protocol.plans import Learned
 from ...agents.protocol.policy import EnginePolicy
-from ...agents.protocol.wire import (
-    AttemptState,
-    EngineState,
-    GateState,
-    OccupancyKind,
-    Reason,
-)
+from ...agents.protocol.wire import AttemptState, EngineState, GateState, OccupancyKind, Reason, WithoutJob
 from ..lifecycle import JobState
 from ..model import (
     Attempt,
@@ -84,6 +78,16 @@ def load(conn: Connection, now: float) -> Snapshot:
     )
 
 
+def load_without_jobs(conn: Connection) -> Snapshot:
+    """What an operator's wish about an engine is judged by."""
+    return Snapshot(
+        nodes=tuple(_nodes(conn)),
+        devices=tuple(_devices(conn)),
+        engines=tuple(_engines(conn)),
+        loans=tuple(_loans(conn)),
+    )
+
+
 def _nodes(conn: Connection) -> Iterable[Node]:
     for row in conn.execute(_NODES).mappings():
         silent = row["silent_since"] is not None
@@ -126,6 +130,7 @@ def _engines(conn: Connection) -> Iterable[Engine]:
             idle_since=None if not idle_at or None in idle_at else max(at for at in idle_at if at is not None),
             not_before=row["not_before"],
             trouble=_reason(row["trouble"]),
+            is_pressed=row["pressure"] is not None,
             refused=None if able is None else refusal(able, policy),
             capabilities=able,
             learned=None if row["learned"] is None else Learned.model_validate(row["learned"]),
@@ -180,7 +185,12 @@ def _loans(conn: Connection) -> Iterable[Loan]:
             recall_ordered=row["recall_ordered"] or row["missing_incarnation"] is not None,
             expects_more=row["expects_more"],
             engine_lost=row["engine_lost"],
+            without_job=without_job_of(row["without_job"]),
         )
+
+
+def without_job_of(value: Mapping[str, Any] | None) -> WithoutJob | None:
+    return None if value is None else WithoutJob.model_validate(value)
 
 
 def _is_narrow(plans: Mapping[str, Mapping[str, Any]] | None) -> bool:

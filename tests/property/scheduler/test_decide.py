@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lull.agents.protocol.loans import LoanState
 from lull.agents.protocol.policy import EnginePolicy
-from lull.agents.protocol.wire import AttemptState, EngineState, GateState
-from lull.scheduler.actions import ExpectWork, OpenLoan, SetReasons, StartAttempt, StopAttempt
+from lull.agents.protocol.wire import AttemptState, EngineState, GateState, WithoutJob
+from lull.scheduler.actions import ExpectWork, OpenLoan, RecallLoan, SetReasons, StartAttempt, StopAttempt
 from lull.scheduler.decide import decide
 from lull.scheduler.model import (
     Attempt,
@@ -31,7 +31,13 @@ from lull.scheduler.model import (
 from lull.scheduler.placement import queue_order
 
 NOW = 1000.0
-POLICIES = {when: EnginePolicy.model_validate({"when": when}) for when in ("always", "manual")}
+POLICIES = {
+    (when, pressed): EnginePolicy.model_validate(
+        {"when": when, "on_pressure": pressed, "pressure_free_bytes_min": 1 if pressed else None}
+    )
+    for when in ("always", "manual")
+    for pressed in (False, True)
+}
 CAPACITY = 100
 
 
@@ -79,11 +85,12 @@ def _engine(rng: random.Random, node: Node, name: str, device_ids: list[str]) ->
         state=EngineState.RUNNING if rng.random() < 0.8 else rng.choice(list(EngineState)),
         gate=GateState.OPEN if rng.random() < 0.9 else GateState.UNKNOWN,
         verified=rng.random() < 0.9,
-        policy=POLICIES["always" if rng.random() < 0.8 else "manual"],
+        policy=POLICIES["always" if rng.random() < 0.8 else "manual", rng.random() < 0.5],
         device_bytes={each: rng.randint(0, CAPACITY) for each in device_ids},
         residual_bytes={each: rng.randint(0, 5) for each in device_ids},
         idle_since=rng.choice([None, 10.0, 20.0]),
         not_before=rng.choice([0.0, 0.0, NOW + 5]),
+        is_pressed=rng.random() < 0.5,
     )
 
 
@@ -107,9 +114,18 @@ def _loan(rng: random.Random, node: Node, name: str, device_ids: list[str]) -> t
         )
     state = rng.choice([LoanState.DRAINING, LoanState.LENT, LoanState.LENT, LoanState.WAKING, LoanState.FAULTED])
     loan = Loan(
-        LoanId(name), node.id, tuple(room), (), state, 0, room, rng.random() < 0.2, engine_lost=rng.random() < 0.1
+        LoanId(name),
+        node.id,
+        tuple(room),
+        (),
+        state,
+        0,
+        room,
+        rng.random() < 0.2,
+        engine_lost=rng.random() < 0.1,
+        without_job=WithoutJob(wake_on_request=rng.random() < 0.7) if rng.random() < 0.4 else None,
     )
-    return loan, ran
+    return loan, [] if loan.without_job and rng.random() < 0.7 else ran
 
 
 def _job(rng: random.Random, name: str, loans: list[Loan]) -> Job:
@@ -156,6 +172,9 @@ def test_nothing_is_given_twice(snapshot: Snapshot) -> None:
             assert not lent.intersection(action.device_ids), "a device is lent twice"
             lent.update(action.device_ids)
             _check_open_loan(action, nodes, devices, engines)
+            if action.without_job is not None:
+                assert action.places == ()
+                continue
             used = dict.fromkeys(action.device_ids, 0)
             for place in action.places:
                 placed.append(place.job_id)
@@ -173,6 +192,24 @@ def test_nothing_is_given_twice(snapshot: Snapshot) -> None:
     _check_rooms(snapshot, [action for action in actions if isinstance(action, StartAttempt)])
 
 
+@given(snapshots())
+@settings(max_examples=150, deadline=None)
+def test_only_a_sleep_in_which_nothing_runs_is_ended_for_a_job(snapshot: Snapshot) -> None:
+    actions = decide(snapshot, NOW)
+    loans = {loan.id: loan for loan in snapshot.loans}
+    ended = [action.loan_id for action in actions if isinstance(action, RecallLoan)]
+    assert len(ended) == len(set(ended))
+    used = {attempt.loan_id for attempt in snapshot.attempts}
+    used |= {action.loan_id for action in actions if isinstance(action, StartAttempt)}
+    for loan_id in ended:
+        loan = loans[loan_id]
+        assert loan.without_job is not None
+        assert loan.without_job.wake_on_request
+        assert (loan.state, loan.recall_ordered) == (LoanState.LENT, False)
+        assert loan_id not in used
+        assert snapshot.jobs, "for whom?"
+
+
 def _check_open_loan(action: OpenLoan, nodes: Any, devices: Any, engines: Any) -> None:
     assert nodes[action.node_id].up
     for device_id in action.device_ids:
@@ -187,7 +224,11 @@ def _check_open_loan(action: OpenLoan, nodes: Any, devices: Any, engines: Any) -
         engine = engines[engine_id]
         assert (engine.state, engine.gate) == (EngineState.RUNNING, GateState.OPEN)
         assert engine.verified
-        assert engine.policy.when == "always"
+        if action.without_job is None:
+            assert engine.policy.when == "always"
+        else:
+            assert engine.policy.on_pressure
+            assert engine.is_pressed
         assert engine.not_before <= NOW
     assert (action.restore_by_seconds is None) == (not action.engine_ids)
 

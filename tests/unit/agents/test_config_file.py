@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lull.agents.protocol.config_file import ConfigFileError, load_toml
-from lull.agents.settings import AgentSettings, parse_bytes
+from lull.agents.protocol.sizes import parse_bytes
+from lull.agents.settings import AgentSettings
 
 GOOD = """\
 server_url = "http://127.0.0.1:7070"

@@ -20,6 +20,7 @@ from lull.scheduler import errors
         (errors.DuplicateIdentity("n", "is another"), 409, "duplicate_identity", {}),
         (errors.InvalidRequest("cursor", "is foreign"), 422, "invalid_request", {}),
         (errors.IdempotencyMismatch("k"), 422, "idempotency_mismatch", {}),
+        (errors.PolicyNotHonoured("it cannot"), 422, "policy_not_honoured", {}),
         (
             errors.Unsatisfiable("hbm_bytes", "too much", largest_bytes=7, largest_gpus=2),
             422,
