@@ -26,10 +26,10 @@ from .attempts import (
     RunnerSpec,
 )
 from .errors import SpawnRefused
-from .node import Node
+from .node import Node, cuda_visible
 from .processes import descendants, kill_leftovers, send_signal
 from .protocol.loans import LoanStep
-from .protocol.wire import AttemptChanged, AttemptEnd, AttemptSpec, AttemptState, ProcessIdentity, Reason
+from .protocol.wire import GPU_LOST, AttemptChanged, AttemptEnd, AttemptSpec, AttemptState, ProcessIdentity, Reason
 from .tasks import end_on_fault
 
 if TYPE_CHECKING:
@@ -183,17 +183,17 @@ class AttemptRun:
         checkpoints = Path(self.node.settings.data_dir) / "checkpoints" / spec.job_id
         checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
         left = self.loan.seconds_left()
+        devices = [self.node.devices[device_id] for device_id in spec.device_ids]
         return {
             **{name: os.environ[name] for name in _INHERITED if name in os.environ},
             **spec.env,
             "LULL_JOB_ID": spec.job_id,
             "LULL_ATTEMPT": spec.attempt_id,
             "LULL_DEVICES": ",".join(spec.device_ids),
-            "LULL_HOST_DEVICE": ":".join(self.node.devices[device_id].path for device_id in spec.device_ids),
+            "LULL_HOST_DEVICE": ":".join(device.path for device in devices if device.path),
             "LULL_HBM_BYTES": str(spec.hbm_bytes),
             "LULL_CHECKPOINT_DIR": str(checkpoints),
-            # No host-memory device is a CUDA device: the job sees none.
-            "CUDA_VISIBLE_DEVICES": "",
+            "CUDA_VISIBLE_DEVICES": cuda_visible(devices),  # empty on host memory: such a job sees no GPU
             **({} if left is None else {"LULL_RESTORE_BY_SECONDS": f"{max(0.0, left):.0f}"}),
         }
 
@@ -209,7 +209,17 @@ class AttemptRun:
         if outcome is not None:
             if outcome.end is AttemptEnd.NOT_STARTED and self._stop is AttemptEnd.CANCELLED:
                 outcome = replace(outcome, end=AttemptEnd.CANCELLED)
-            self._record(outcome)
+            self._record(await self._with_lost_gpu(outcome))
+
+    async def _with_lost_gpu(self, outcome: AttemptOutcome) -> AttemptOutcome:
+        """A job whose GPU is lost ends by whatever its program makes of that: the reason is ours to say."""
+        devices = [self.node.devices[device_id] for device_id in self.spec.device_ids]
+        failed = outcome.exit_code != 0 and outcome.end is not AttemptEnd.NOT_STARTED
+        if not failed or outcome.reason is not None or not any(device.is_cuda for device in devices):
+            return outcome
+        await self.node.look()
+        lost = next(filter(None, map(self.node.absences.lost, self.spec.device_ids)), None)
+        return outcome if lost is None else replace(outcome, reason=Reason(code=GPU_LOST, sentence=lost.sentence))
 
     async def _no_runner(self, text: str) -> AttemptOutcome:
         """Whatever lies in the directory says whether anything was executed."""

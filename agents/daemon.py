@@ -20,6 +20,7 @@ import uuid_utils
 from filelock import FileLock, Timeout
 
 from .attempt_run import attempt_path
+from .device_opening import open_devices
 from .disk_reserve import RESERVE_NAME, DiskReserve
 from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
 from .engines import make_adapter
@@ -36,7 +37,7 @@ from .log_tails import LogTails
 from .memory_service import MemoryServiceKeeper
 from .node import Node
 from .node_files import NodeFile, replace_json
-from .opening import open_devices, open_home, open_journal
+from .opening import open_home, open_journal
 from .orders import Orders
 from .processes import boot_id, identity
 from .protocol.loans import LoanState
@@ -45,6 +46,7 @@ from .protocol.wire import (
     AttemptState,
     EngineDeclared,
     OrderEnvelope,
+    Reason,
     Register,
     Registered,
 )
@@ -102,6 +104,7 @@ class Daemon:
         self.gates = GateWatch(self.gateway_gate, self.keepers)
         self.watch = Watch(self.node, self.gates, self.keepers, self.loans, self.loan_on)
         self.node.on_change = self.watch.look_soon
+        self.node.absences.on_lost = self._on_device_lost
         self.upstream = Upstream(
             settings.server_url,
             settings.token_file,
@@ -260,6 +263,17 @@ class Daemon:
 
     def loan_on(self, device_id: str) -> Loan | None:
         return next((loan for loan in self.loans.values() if device_id in loan.order.device_ids), None)
+
+    def _on_device_lost(self, device_id: str, reason: Reason) -> None:
+        """What ran there is over: engines have to prove themselves again, and loans end as soon as they can."""
+        log.critical("a GPU is lost", device=device_id, reason=reason.sentence)
+        for keeper in self.keepers.values():
+            if device_id in keeper.device_ids:
+                keeper.device_lost()
+                keeper.poke()
+        loan = self.loan_on(device_id)
+        if loan is not None:
+            loan.recall(reason.code)
 
     # ---- the scheduler ----------------------------------------------------------------------------------------
 

@@ -18,16 +18,18 @@ from .engine_process import EngineProcess, listening_pid
 from .engines.base import EngineAdapter
 from .engines.ledger import Ledger
 from .engines.outside import EngineOutside
+from .errors import DeviceAbsent
 from .gates.kept import KeptGate
 from .memory_service import service_socket
-from .node import Node
+from .node import Node, cuda_visible
 from .node_files import read_json, replace_json
 from .park_history import ParkHistory
-from .probe import DeviceFacts
+from .probe import DeviceFacts, why_absent
 from .processes import descendants, identity, is_same
 from .protocol.capabilities import Capabilities, refusal
 from .protocol.engine_kinds import LOADS_AT_WAKE, MAY_END_AT_PARK, MODES_ARE_FLAGS, known_capabilities
 from .protocol.policy import EnginePolicy
+from .protocol.unified import without_backups
 from .protocol.wire import EngineChanged, EngineState, GateState, ProcessIdentity, Reason
 from .settings import EngineSettings
 
@@ -52,11 +54,14 @@ class EngineBody:
         self.adapter = make_adapter(settings, Ledger(directory / "ledger.json", lambda: self.incarnation), self)
         self.capabilities: Capabilities | None = None
         self._probed: str | None = None  # the incarnation that they were asked of
-        self.device_ids = [
-            device.device_id for device in node.devices.values() if device.index in settings.device_indexes
-        ]
+        devices = [device for device in node.devices.values() if device.index in settings.device_indexes]
+        self.device_ids = [device.device_id for device in devices]
+        self._on_unified = any(device.unified for device in devices)
         socket = service_socket(Path(node.settings.data_dir), self.device_ids[0])
-        self.process = None if settings.command is None else EngineProcess(directory, engine_id, settings, socket)
+        visible = cuda_visible(devices)
+        self.process = (
+            None if settings.command is None else EngineProcess(directory, engine_id, settings, socket, visible)
+        )
         self._facts_path = directory / "facts.json"
         self.data = read_json(self._facts_path)
         self.parks = ParkHistory(
@@ -112,8 +117,19 @@ class EngineBody:
         return self.bytes_on(await self.node.look())
 
     def bytes_on(self, facts: dict[str, DeviceFacts]) -> dict[str, int]:
+        """By device. Raises DeviceAbsent if one of them could not be read."""
+        absent = why_absent(facts, self.device_ids)
+        if absent is not None:
+            raise DeviceAbsent(absent.sentence)
         pids = self.pids()
         return {device_id: facts[device_id].bytes_of(pids) for device_id in self.device_ids}
+
+    def device_lost(self) -> None:
+        """Its GPU is lost, and with it whatever it held there: nothing that it says counts until it answered right."""
+        try:
+            self.released()
+        except OSError as error:  # this agent knows all the same
+            log.error("that an engine lost its GPU could not be kept", engine=self.name, error=str(error))
 
     def verified_now(self) -> bool:
         """The process that runs is the one whose answer was right since its last park."""
@@ -135,7 +151,7 @@ class EngineBody:
         """Asks a process that was not asked yet what it can do. Raises what the adapter does."""
         now = self.incarnation
         if now is not None and self._probed != now:
-            self.capabilities = await self.adapter.capabilities()
+            self.capabilities = self._here(await self.adapter.capabilities())
             self._probed = now
 
     def forget_capabilities(self) -> None:
@@ -143,7 +159,10 @@ class EngineBody:
 
     def refusal(self, policy: EnginePolicy) -> str | None:
         """Why this engine cannot honour ``policy``, by what it said itself, else by what its kind can at best."""
-        return refusal(self.capabilities or known_capabilities(self.settings.kind), policy)
+        return refusal(self.capabilities or self._here(known_capabilities(self.settings.kind)), policy)
+
+    def _here(self, capabilities: Capabilities) -> Capabilities:
+        return without_backups(capabilities) if self._on_unified else capabilities
 
     def in_effect(self, policy: EnginePolicy) -> bool:
         """The restore modes of ``policy`` hold now; an engine that takes them with every park has any."""

@@ -67,7 +67,8 @@ class EngineHand(EngineBody):
 
     def still_to_take(self, facts: dict[str, DeviceFacts]) -> dict[str, int]:
         """Bytes by device of its footprint that it does not hold, and does not find in the device's memory service."""
-        own = self.bytes_on(facts)
+        pids = self.pids()
+        own = {device_id: facts[device_id].bytes_of(pids) for device_id in self.device_ids if device_id in facts}
         return {
             device_id: max(0, footprint_bytes - own.get(device_id, 0) - self._waiting_there(device_id))
             for device_id, footprint_bytes in self.footprint.items()
@@ -95,6 +96,7 @@ class EngineHand(EngineBody):
 
     def _lacking(self, facts: dict[str, DeviceFacts]) -> dict[str, Any]:
         promised = [take(facts) for engine_id, take in self.node.waking.items() if engine_id != self.engine_id]
+        self.bytes_on(facts)  # raises DeviceAbsent: nobody knows of room there
         lack: dict[str, Any] = {}
         for device_id, take_bytes in self.still_to_take(facts).items():
             need = take_bytes + self.node.settings.wake_margin_bytes

@@ -153,6 +153,10 @@ class EngineKeeper(EngineHand):
         if self._is_given_up():
             await self._leave_alone()
             return
+        lost = next(filter(None, map(self.node.absences.lost, self.device_ids)), None)
+        if lost is not None:
+            await self._keep_closed(lost)
+            return
         if self.data.get("restart_of") == (self.incarnation or _NO_PROCESS):
             self.restart_wanted = True  # an earlier agent was told to
         if self.process is not None and (self.restart_wanted or self.needs_other_flags()):
@@ -160,6 +164,14 @@ class EngineKeeper(EngineHand):
         elif await self._is_well():
             return
         await self.bring_back(lambda step, data: None)
+
+    async def _keep_closed(self, lost: Reason) -> None:
+        """Its GPU is lost: it answers nobody until that is back and its answer was right."""
+        if self.data.get("verified") is not None:
+            self.device_lost()
+        await self.close_gate()
+        self.state, self.verified, self.reason = EngineState.FAILED, False, lost
+        self.report()
 
     async def _is_well(self) -> bool:
         if not self.verified_now():

@@ -48,12 +48,18 @@ class EngineProcess:
     """At most one process of one engine. ``directory`` holds its record and its log."""
 
     def __init__(
-        self, directory: Path, engine_id: str, settings: EngineSettings, memory_socket: Path | None = None
+        self,
+        directory: Path,
+        engine_id: str,
+        settings: EngineSettings,
+        memory_socket: Path | None = None,
+        cuda_visible: str = "",
     ) -> None:
+        """``cuda_visible``: the UUIDs of its GPUs; it sees no other one, whatever the agent sees."""
         if settings.command is None:
             raise ValueError(f"engine {settings.name} has no command: it is attached")
         self._command = settings.command
-        self._env = settings.env
+        self._env = {"CUDA_VISIBLE_DEVICES": cuda_visible, **settings.env}
         self._memory_socket = memory_socket
         self._directory = directory
         self._engine_id = engine_id

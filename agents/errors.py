@@ -11,6 +11,7 @@ AgentError
 ├── EngineAuthRefused        the engine does not accept our signature: stop and alert
 ├── EngineLost               it is brought back by a restart, where its policy allows one
 ├── CanaryFailed             the engine answers wrongly: no traffic for this process of it any more
+├── DeviceAbsent             nobody can say what is on the device: nothing is started, parked or woken there
 └── SpawnRefused             an attempt may not be started now
 """
 
@@ -81,3 +82,7 @@ class SpawnRefused(AgentError):
         super().__init__(sentence)
         self.code = code
         self.sentence = sentence
+
+
+class DeviceAbsent(AgentError):
+    """The device cannot be read; the text says why and what an operator can do."""

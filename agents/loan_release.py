@@ -19,7 +19,7 @@ from .engines.base import Observation
 from .errors import AgentError, CanaryFailed, EngineAuthRefused, EngineLost, EngineRefused
 from .gates.base import GateError
 from .journal import boottime
-from .probe import DeviceFacts
+from .probe import DeviceFacts, why_absent
 from .protocol.loans import LoanEvent, LoanStep
 from .protocol.wire import EngineState, Reason
 from .tasks import all_or_none
@@ -95,6 +95,9 @@ async def _preflight(loan: Loan) -> None:
         facts = await looking
     finally:
         looking.cancel()
+    absent = why_absent(facts, loan.order.device_ids)
+    if absent is not None:
+        raise Refused(LoanEvent.PREFLIGHT_REFUSED, absent.code, absent.sentence)
     _refuse_foreign(loan, facts)
     wrong = loan_plan.not_held(loan, facts)
     if wrong is not None:
@@ -198,7 +201,7 @@ async def _drain_engine(loan: Loan, engine: EngineKeeper) -> LoanEvent:
         if engine.process_identity is None:
             raise EngineLost(f"engine {engine.name} ended while it was drained") from error
         raise Refused(LoanEvent.GOLDEN_WRONG, "GoldenWrong", str(error)) from error
-    counted_by = engine.gate.traits.counted_by
+    counted_by = engine.gate.counted_by
     loan.step(LoanStep.IN_FLIGHT_ZERO, engine, data={"canary_seconds": boottime() - asked, "counted_by": counted_by})
     return event
 

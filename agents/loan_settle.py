@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from . import loan_plan
 from .loan_plan import AGREES_SHARE, NOTHING_SHARE
 from .loan_release import foreign_words
-from .probe import DeviceFacts
+from .probe import DeviceFacts, why_absent
 from .protocol.loans import LoanEvent, LoanStep
 from .protocol.wire import EngineState, Reason
 
@@ -55,7 +55,7 @@ async def settle(loan: Loan) -> None:
             return
         sample = (
             [engine.bytes_on(facts) for engine in loan.engines],
-            {device_id: facts[device_id].free_bytes for device_id in loan.order.device_ids},
+            {device_id: _steady_free_bytes(facts[device_id]) for device_id in loan.order.device_ids},
         )
         covered = all(facts[device_id].free_bytes >= need for device_id, need in needs.items())
         covered = covered and not _gave_nothing(loan, facts)
@@ -75,6 +75,11 @@ async def settle(loan: Loan) -> None:
         await asyncio.sleep(loan.node.settings.settle_poll_seconds)
 
 
+def _steady_free_bytes(facts: DeviceFacts) -> int | None:
+    """None where the host's memory is the device's: that changes with everything that runs, and only has to suffice."""
+    return None if facts.unified else facts.free_bytes
+
+
 def _is_broken_off(loan: Loan) -> bool:
     if loan.nothing_left:
         loan.recall("NothingLeftToRun")
@@ -87,6 +92,10 @@ def _is_broken_off(loan: Loan) -> bool:
 
 
 def _is_disturbed(loan: Loan, facts: Facts) -> bool:
+    absent = why_absent(facts, loan.order.device_ids)
+    if absent is not None:
+        _back_to_waking(loan, LoanEvent.MEMORY_NOT_FREE, absent)
+        return True
     for engine in loan.engines:
         if engine.is_lost_while_parked():
             engine.set_state(EngineState.GONE)

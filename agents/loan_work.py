@@ -15,6 +15,7 @@ from .attempt_run import AttemptRun
 from .engine_keeper import EngineKeeper
 from .errors import SpawnRefused
 from .loan_without_job import SENTENCES
+from .probe import why_absent
 from .protocol.loans import LoanEvent, LoanState
 from .protocol.wire import AttemptEnd, EngineState, Reason
 
@@ -49,6 +50,9 @@ async def work(loan: Loan) -> None:
 async def _until_over(loan: Loan) -> LoanEvent:
     while True:
         loan.changed.clear()
+        lost = next(filter(None, map(loan.node.absences.lost, loan.order.device_ids)), None)
+        if lost is not None:
+            loan.recall(lost.code)
         if loan.recalled:
             return loan.recall_event()
         for run in loan.live_attempts:
@@ -74,6 +78,9 @@ async def _check_room(run: AttemptRun) -> None:
     """Right before a spawn: every device still has what the attempt needs, and nobody unknown is there (S4)."""
     node, loan = run.node, run.loan
     facts = loan.settled_facts or await node.look()
+    absent = why_absent(facts, run.spec.device_ids)
+    if absent is not None:
+        raise SpawnRefused(absent.code, absent.sentence)
     for device_id in run.spec.device_ids:
         free = facts[device_id].free_bytes
         # What others that run here have been promised and not taken yet is not free.

@@ -123,7 +123,7 @@ class MemoryServiceKeeper:
         for folder in (self.socket.parent, self.state_dir):  # each by itself: parents would get no mode
             folder.mkdir(mode=0o700, exist_ok=True)
         output = self.state_dir / "memory-service.out"
-        words = ["--device", self._device.path, "--socket", str(self.socket), "--state-dir", str(self.state_dir)]
+        words = ["--device", self._device.opened_by, "--socket", str(self.socket), "--state-dir", str(self.state_dir)]
         process = start_module("lull.vmm.service", words, output)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_SECONDS_MAX

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .journal import Journal
-from .probe import DeviceFacts, HostMemoryProbe, mem_available_bytes
+from .node_probe import Absences, NodeProbe
+from .probe import DeviceFacts, Facts, mem_available_bytes
 from .processes import boot_id
 from .protocol.wire import Alert, DeviceObserved, DeviceProcess, Reason
 from .quarantine import read_quarantine
@@ -44,9 +45,26 @@ class HostRam:
 class Device:
     device_id: str  # the device's own UUID
     index: int
-    kind: str
-    capacity_bytes: int
-    path: str
+    kind: str  # host_discrete, host_unified, cuda, cuda_unified or mig
+    capacity_bytes: int  # that may be lent
+    path: str  # of a host-memory device; empty for a GPU
+    unified: bool = False  # device and host share one memory
+    model: str = ""
+    reserve_bytes: int = 0  # that are never lent
+
+    @property
+    def is_cuda(self) -> bool:
+        return not self.path
+
+    @property
+    def opened_by(self) -> str:
+        """What processes of ours open it by: its folder, or its UUID."""
+        return self.path or self.device_id
+
+
+def cuda_visible(devices: Iterable[Device]) -> str:
+    """CUDA_VISIBLE_DEVICES of a process that may use these: by UUID, since numbers change with what is there."""
+    return ",".join(device.device_id for device in devices if device.is_cuda)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +120,16 @@ class Node:
         self.shared: dict[str, list[SharedPool]] = {}
         self.on_attempt_end: Callable[[str], None] = lambda attempt_id: None
         self.on_change: Callable[[], None] = lambda: None  # an engine, loan or attempt changed: look at occupancy
-        self._probe = HostMemoryProbe({device.device_id: device.capacity_bytes for device in devices})
+        self._probe = NodeProbe(devices, settings.probe_seconds_max)
+        self.absences = Absences(self.quarantined, self._alert_of_device)
 
-    async def look(self) -> dict[str, DeviceFacts]:
-        """Every device as it is at some moment after this call began."""
-        return await asyncio.to_thread(self._look)
+    async def look(self) -> Facts:
+        """Every device as it is at some moment after this call began; one that cannot be read is absent from it."""
+        facts = await asyncio.to_thread(self._look)
+        self.absences.see(facts)
+        return facts
 
-    def _look(self) -> dict[str, DeviceFacts]:
+    def _look(self) -> Facts:
         facts = self._probe.look()
         if self.services:
             self.shared = {device_id: ask() for device_id, ask in self.services.items()}
@@ -117,12 +138,13 @@ class Node:
     def foreign(self, facts: DeviceFacts) -> dict[int, int]:
         """Bytes by pid of processes that are neither an engine's, nor a job's, nor a memory service."""
         owners = self.owners.of(facts.bytes_by_pid)
-        return {pid: held for pid, held in facts.bytes_by_pid.items() if owners[pid][0] == "foreign"}
+        strange = {pid: held for pid, held in facts.bytes_by_pid.items() if owners[pid][0] == "foreign"}
+        return {pid: held for pid, held in strange.items() if pid not in facts.bystanders}
 
-    def observed(self, facts: Mapping[str, DeviceFacts]) -> list[DeviceObserved]:
+    def observed(self, facts: Facts) -> list[DeviceObserved]:
         found: list[DeviceObserved] = []
         for device_id, device in self.devices.items():
-            fact = facts[device_id]
+            fact = facts.get(device_id) or DeviceFacts(device.capacity_bytes, device.capacity_bytes)  # nothing is free
             owners = self.owners.of(fact.bytes_by_pid)
             found.append(
                 DeviceObserved(
@@ -143,6 +165,12 @@ class Node:
     def alert(self, severity: Literal["info", "warning", "critical"], code: str, sentence: str, **about: Any) -> None:
         """About: ``engine_id``, ``loan_id``, ``data``."""
         self.journal.report(Alert(severity=severity, code=code, sentence=sentence, **about))
+
+    def _alert_of_device(
+        self, severity: Literal["info", "critical"], code: str, sentence: str, data: Mapping[str, str]
+    ) -> None:
+        self.alert(severity, code, sentence, data=dict(data))
+        self.on_change()
 
     def disk_is_short(self) -> bool:
         if self.journal.short:

@@ -1,4 +1,4 @@
-"""What an agent opens before it does anything: its devices and its journal. A full disk stops neither."""
+"""What an agent opens before it does anything: its directory and its journal. A full disk stops neither."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import structlog
 
-from ..vmm.host_device import HostDevice
 from .disk_reserve import DiskReserve
 from .errors import ConfigError, JournalCorrupt, JournalUnavailable
 from .journal import Journal
@@ -16,29 +15,8 @@ from .node import Device
 from .node_files import read_json, replace_json
 from .protocol.wire import Reason
 from .quarantine import quarantine_path, write_quarantine
-from .settings import AgentSettings, DeviceSettings
 
 log = structlog.get_logger(__name__)
-
-
-def open_devices(settings: AgentSettings) -> list[Device]:
-    devices: list[Device] = []
-    for index, declared in enumerate(settings.devices):
-        try:
-            host = _open_device(declared)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"devices.{index}: {declared.path}: {error}") from error
-        devices.append(Device(host.uuid, index, f"host_{host.kind}", host.capacity_bytes, str(host.path)))
-    return devices
-
-
-def _open_device(declared: DeviceSettings) -> HostDevice:
-    """One that is there already is opened without writing anything."""
-    with contextlib.suppress(FileNotFoundError):
-        host = HostDevice.open(declared.path)
-        if (host.capacity_bytes, host.kind) == (declared.capacity_bytes, "discrete"):
-            return host
-    return HostDevice.create(declared.path, capacity_bytes=declared.capacity_bytes)
 
 
 def open_home(data_dir: Path, boot_id: str) -> str:

@@ -1,4 +1,5 @@
-"""What really lies in a node's host-memory devices, from /proc: the ledger that the processes share is not trusted.
+"""What a look at the devices gives, and how host-memory devices are looked at: from /proc, for the ledger that the
+processes share is not trusted. GPUs are looked at in ``probe_nvml``.
 
 A device's memory is memfd pages. A process holds a memfd by a descriptor or by a mapping whose descriptor is
 closed; both are looked at, and a page that several processes hold counts once for the device and once for each.
@@ -8,10 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
+
+from ..vmm.host_memory import available_bytes
+from .errors import DeviceAbsent
+from .protocol.words import Reason
 
 _MEMFD: Final = re.compile(r"^/memfd:lull:([0-9A-Za-z-]+):")
 _BLOCK_BYTES: Final = 512  # st_blocks counts these, whatever the file system
@@ -19,11 +24,15 @@ _BLOCK_BYTES: Final = 512  # st_blocks counts these, whatever the file system
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """One look at one device. ``bytes_by_pid`` holds only processes with at least one page."""
+    """One look at one device. ``bytes_by_pid`` holds processes with at least one page, or a context."""
 
     capacity_bytes: int
     used_bytes: int
     bytes_by_pid: Mapping[int, int] = field(default_factory=dict[int, int])
+    # Whose memory this is belongs to nobody here, and it is no reason not to lend: a display that draws on a GPU.
+    bystanders: frozenset[int] = frozenset()
+    # Device and host share one memory: what is free changes with everything that the host does.
+    unified: bool = False
 
     @property
     def free_bytes(self) -> int:
@@ -33,11 +42,42 @@ class DeviceFacts:
         return sum(self.bytes_by_pid.get(pid, 0) for pid in set(pids))
 
 
-class HostMemoryProbe:
-    """Looks at the devices given as uuid to capacity in bytes."""
+class Facts(dict[str, DeviceFacts]):
+    """One look at a node's devices. One that could not be read is not in it, and asking for it raises DeviceAbsent:
+    what nobody knows is never taken for free."""
 
-    def __init__(self, capacities: Mapping[str, int]) -> None:
+    def __init__(self, read: Mapping[str, DeviceFacts], absent: Mapping[str, Reason] | None = None) -> None:
+        super().__init__(read)
+        self.absent: dict[str, Reason] = dict(absent or {})
+
+    def __missing__(self, device_id: str) -> DeviceFacts:
+        reason = self.absent.get(device_id)
+        raise DeviceAbsent(f"device {device_id} is not on this node" if reason is None else reason.sentence)
+
+
+def why_absent(facts: Mapping[str, DeviceFacts], device_ids: Iterable[str]) -> Reason | None:
+    """Why the first of the devices could not be read in this look; None if all were."""
+    for device_id in device_ids:
+        if device_id not in facts:
+            known = facts.absent.get(device_id) if isinstance(facts, Facts) else None
+            return known or Reason(code="DeviceUnreadable", sentence=f"device {device_id} could not be read")
+    return None
+
+
+def unified_facts(
+    facts: DeviceFacts, reserve_bytes: int, available: Callable[[], int] = available_bytes
+) -> DeviceFacts:
+    """What is free is what the host can still give, less its reserve. The page cache counts as available."""
+    free_bytes = max(0, min(facts.free_bytes, available() - reserve_bytes))
+    return replace(facts, used_bytes=facts.capacity_bytes - free_bytes, unified=True)
+
+
+class HostMemoryProbe:
+    """Looks at the devices given as uuid to capacity in bytes; of unified ones also what is kept for the host."""
+
+    def __init__(self, capacities: Mapping[str, int], reserves: Mapping[str, int] | None = None) -> None:
         self._capacities = dict(capacities)
+        self._reserves = dict(reserves or {})
 
     def look(self) -> dict[str, DeviceFacts]:
         """Every device as it is now. Costs a walk over /proc: some milliseconds for a hundred processes."""
@@ -50,7 +90,7 @@ class HostMemoryProbe:
                 if uuid in pages:
                     pages[uuid][inode] = held_bytes
                     holders[uuid].setdefault(int(entry.name), set()).add(inode)
-        return {
+        found = {
             uuid: DeviceFacts(
                 capacity_bytes=capacity,
                 used_bytes=sum(pages[uuid].values()),
@@ -62,6 +102,9 @@ class HostMemoryProbe:
             )
             for uuid, capacity in self._capacities.items()
         }
+        for uuid, reserve_bytes in self._reserves.items():
+            found[uuid] = unified_facts(found[uuid], reserve_bytes)
+        return found
 
 
 def _memfds(process: Path) -> Iterable[tuple[str, int, int]]:

@@ -6,44 +6,18 @@ import re
 import socket
 from typing import Annotated, Any, Final, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from .device_settings import DeviceSettings, devices_fault, engine_devices_fault
 from .gates.sections import AgentGates, EngineGate
 from .protocol.capabilities import loses_weights, refusal
 from .protocol.config_file import FilePath
 from .protocol.engine_kinds import MODES_ARE_FLAGS, EngineKind, known_capabilities, usual_restore_modes
 from .protocol.policy import EnginePolicy
+from .protocol.sizes import Bytes
 
-_UNITS: Final = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
 RESTORE_MODE_FLAGS: Final = "{restore_mode_flags}"  # in a command: becomes --restore-mode TAG=MODE for every tag
 MEMORY_SERVICE_FLAGS: Final = "{memory_service_flags}"  # becomes --memory-service SOCKET of the engine's first device
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-
-
-def parse_bytes(value: Any) -> int:
-    """``1610612736``, ``"1.5GiB"`` or ``"512 MiB"`` as a number of bytes."""
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(f"{value!r} is not a size; write for example 1.5GiB")
-    if isinstance(value, int):
-        return value
-    match = _SIZE.fullmatch(value)
-    if not match or match.group(2).lower() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size; write for example 1.5GiB, 512MiB or a number of bytes")
-    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
-
-
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
@@ -59,16 +33,6 @@ class Section(BaseModel):
 
 class GatewaySettings(Section):
     listen: Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$")] = "127.0.0.1:8070"
-
-
-class DeviceSettings(Section):
-    """A host-memory device: a directory that every process on the node opens by its path."""
-
-    kind: Literal["host"] = "host"
-    path: FilePath
-    capacity_bytes: Bytes
-    # A process of its own that owns the memory of engines which attach to it: it outlives them.
-    memory_service: bool = False
 
 
 class VllmOptions(Section):
@@ -162,6 +126,8 @@ class AgentSettings(AgentGates):
     # Added to what a job needs before it is started, on every device.
     spawn_margin_bytes: Bytes = 0
     settle_poll_seconds: Seconds = 0.25
+    # How long NVML may take for one look at all GPUs. Later their driver counts as hanging, and they are not lent.
+    probe_seconds_max: Seconds = 5.0
     # How long a loan without a running attempt waits for the scheduler's word before it ends by itself.
     loan_idle_seconds_max: Seconds = 5.0
     # How long after SIGKILL processes of a job may take to be gone before the job counts as one that cannot be killed.
@@ -184,6 +150,8 @@ class AgentSettings(AgentGates):
                 )
             names.add(engine.name)
             models.update(engine.models)
+        if fault := devices_fault(self.devices):
+            raise ValueError(fault)
         for number, engine in enumerate(self.engines):
             for index in engine.device_indexes:
                 if index >= len(self.devices):
@@ -191,6 +159,9 @@ class AgentSettings(AgentGates):
                         f"engines.{number}.device_indexes: there is no device {index};"
                         f" [[devices]] lists {len(self.devices)}"
                     )
+            fault = engine_devices_fault(number, engine.device_indexes, engine.policy, engine.env, self.devices)
+            if fault is not None:
+                raise ValueError(fault)
             wants_service = MEMORY_SERVICE_FLAGS in (engine.command or ())
             if wants_service and not self.devices[engine.device_indexes[0]].memory_service:
                 raise ValueError(

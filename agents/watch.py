@@ -35,6 +35,7 @@ class Watch:
         self._said: dict[str, int] = {}  # reports of the holder, by device
         self._requests: dict[str, float | None] = {}
         self._observed: dict[str, DeviceObserved] = {}
+        self._foreign: set[str] = set()
         self._disk_said = ""
 
     def look_soon(self) -> None:
@@ -51,10 +52,12 @@ class Watch:
         while True:
             self._look_at_disk()
             facts = await self._node.look()
+            self._foreign = {device_id for device_id, fact in facts.items() if self._node.foreign(fact)}
             for loan in self._loans.values():
                 for run in loan.live_attempts:
                     pids = run.pids()
-                    held = max((facts[device_id].bytes_of(pids) for device_id in run.spec.device_ids), default=0)
+                    seen = [facts[device_id] for device_id in run.spec.device_ids if device_id in facts]
+                    held = max((fact.bytes_of(pids) for fact in seen), default=0)
                     run.peak_hbm_bytes = max(run.peak_hbm_bytes, held)
             if self._node.connected.is_set():
                 for observed in self._node.observed(facts):
@@ -117,12 +120,11 @@ class Watch:
             if device_id in keeper.device_ids:
                 last = self._requests.get(engine_id)
                 engines.append(EngineFacts(engine_id, keeper.state, None if last is None else now - last))
-        observed = self._observed.get(device_id)
         return holder(
             quarantined=device_id in self._node.quarantined,
             loan_id=None if loan is None else loan.loan_id,
             loan_state=None if loan is None else loan.state,
             running_attempt_ids=[] if loan is None else [run.attempt_id for run in loan.live_attempts if run.running],
             engines=engines,
-            foreign=observed is not None and any(process.owner == "foreign" for process in observed.processes),
+            foreign=device_id in self._foreign,
         )

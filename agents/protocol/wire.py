@@ -29,6 +29,7 @@ from .words import ProcessIdentity as ProcessIdentity
 from .words import Reason as Reason
 
 PROTOCOL_VERSION: Final = 1
+GPU_LOST: Final = "gpu_lost"  # why an attempt failed or was preempted whose GPU is lost
 LOAN_OVER: Final = "LoanOver"  # why an attempt did not start whose loan had ended by itself meanwhile
 
 

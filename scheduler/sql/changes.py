@@ -8,7 +8,7 @@ from typing import Any, Final
 from sqlalchemy import RowMapping, Update, bindparam, insert, select, update
 
 from ...agents.protocol.loans import LoanEvent, LoanState
-from ...agents.protocol.wire import LOAN_OVER, AttemptEnd, AttemptState, Order, Reason
+from ...agents.protocol.wire import GPU_LOST, LOAN_OVER, AttemptEnd, AttemptState, Order, Reason
 from ..errors import NotFound
 from ..lifecycle import (
     TERMINAL_JOB_STATES,
@@ -250,6 +250,8 @@ def end_attempt(
     if job is None:
         return moved
     event, failure = job_event_of_end(end, given.get("exit_code"), stop_wanted=job["stop_wanted"])
+    if failure is not None and reason is not None and reason.code == GPU_LOST:
+        failure = GPU_LOST  # whatever the program made of it
     if event is JobEvent.REQUEUED:
         ran = end is AttemptEnd.PREEMPTED
         why = reason or Reason(
