@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from ..errors import AgentError
 from ..protocol.wire import GateState
@@ -99,12 +99,11 @@ class Gate(Protocol):
 
 
 @runtime_checkable
-class TellsRequests(Protocol):
-    """A gate that sees the requests which come while it is closed."""
+class SaysWhoCounts(Protocol):
+    """A gate that counts at times, and at times leaves it to others."""
 
-    async def wait_wanted(self, engine_id: str, seconds: float, after: int | None) -> GateObservation:
-        """Waits until a request waits at the gate or more than ``after`` have come, at most ``seconds``."""
-        ...
+    @property
+    def counted_by(self) -> CountedBy: ...
 
 
 @runtime_checkable

@@ -15,7 +15,17 @@ from typing import Any, Final, Literal, Protocol
 import structlog
 
 from ..protocol.wire import GateState
-from .base import CountedBy, Gate, GateError, GateMode, GateObservation, GateRefused, GateUnreachable, TellsRequests
+from .base import (
+    CountedBy,
+    Gate,
+    GateError,
+    GateMode,
+    GateObservation,
+    GateRefused,
+    GateUnreachable,
+    SaysWhoCounts,
+    TellsRequests,
+)
 from .sections import GateKind
 
 log = structlog.get_logger(__name__)
@@ -60,6 +70,13 @@ class KeptGate:
         self._closed_terms: _Terms | None = None  # None: it is not wanted closed
         self._acting = asyncio.Lock()
         self._silent = False
+        self._reopened = False
+        self._stuck = False
+
+    @property
+    def counted_by(self) -> CountedBy:
+        """Who counted last, where that is up to the gate."""
+        return self._gate.counted_by if isinstance(self._gate, SaysWhoCounts) else self.traits.counted_by
 
     @property
     def is_wanted_closed(self) -> bool:
@@ -96,8 +113,13 @@ class KeptGate:
 
     async def open(self, engine_id: str) -> None:
         self._closed_terms = None
-        async with self._acting:
-            await self._gate.open(engine_id)
+        try:
+            async with self._acting:
+                await self._gate.open(engine_id)
+        except GateError as error:
+            self._say_stuck(engine_id, error)
+            raise
+        self._stuck = False
 
     async def observe(self, engine_id: str) -> GateObservation:
         return await self._gate.observe(engine_id)
@@ -139,6 +161,7 @@ class KeptGate:
                 terms = self._closed_terms
                 if terms is not None and self.traits.may_open_by_itself and seen.state is not GateState.CLOSED:
                     seen = await self._close_again(engine_id, terms, seen)
+                self._reopened = False
         except GateError as error:
             self._say_silent(engine_id, error)
             return None
@@ -148,19 +171,28 @@ class KeptGate:
         return seen
 
     async def _close_again(self, engine_id: str, terms: _Terms, seen: GateObservation) -> GateObservation:
-        log.error("a gate opened by itself", engine=self._name, state=seen.state)
-        self._say(
-            "critical",
-            "gate_opened_by_itself",
-            f"the gate of engine {self._name} was {seen.state} though it was closed and the engine may be away:"
-            " it is closed again. Whatever it let through in between has reached the engine, or found it away",
-            engine_id=engine_id,
-            data={"gate_kind": self.traits.kind},
-        )
+        if not self._reopened:
+            self._reopened = True
+            log.error("a gate opened by itself", engine=self._name, state=seen.state)
+            self._say(
+                "critical",
+                "gate_opened_by_itself",
+                f"the gate of engine {self._name} was {seen.state} though it was closed and the engine may be away:"
+                " it is closed again. What it let through in between came to an engine that may have been away",
+                engine_id=engine_id,
+                data={"gate_kind": self.traits.kind},
+            )
         await self._gate.close(
             engine_id, terms.mode, terms.hold_requests_max, terms.hold_seconds_max, terms.retry_after_seconds
         )
         return await self._gate.observe(engine_id)
+
+    def _say_stuck(self, engine_id: str, error: GateError) -> None:
+        if self._stuck or self.traits.kind == "gateway":  # the gateway's own keeper tells of it
+            return
+        self._stuck = True
+        sentence = f"engine {self._name} is right and its gate does not open; it is tried again: {error}"[:_WORDS_MAX]
+        self._say("critical", "gate_not_opened", sentence, engine_id=engine_id)
 
     def _say_silent(self, engine_id: str, error: GateError) -> None:
         if self._silent or self.traits.kind == "gateway":  # the gateway's own keeper tells of it

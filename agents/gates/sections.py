@@ -101,8 +101,8 @@ class KubernetesSection(CountingSection):
     node: KubernetesName | None = None
     # Services whose EndpointSlices must not list the pod as ready.
     services: Annotated[list[KubernetesName], Field(min_length=1, max_length=16)]
-    # The pod's readiness gate; None with a label: the label alone.
-    condition: QualifiedName | None = "lull.dev/serving"
+    # The pod's readiness gate, as its template names it.
+    condition: QualifiedName | None = None
     # A label that the services select by. It has its value while the gate is open, and is gone while it is closed.
     label: QualifiedName | None = None
     label_value: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")] = "true"

@@ -1,0 +1,231 @@
+"""What the agent relies on with every gate, whatever its kind: closed is closed, unknown is neither open nor drained,
+and nothing but an agent that asks for it opens one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from lull.agents.gates.base import Gate, GateError, GateRefused, GateUnreachable
+from lull.agents.gates.kept import GateTraits, KeptGate
+from lull.agents.protocol.wire import GateState
+from tests.gates.rigs import CALL_SECONDS, ENGINE_ID, MODELS, RIGS, GateRig, gate_rig
+from tests.waiting import wait_until_async
+
+ALL = list(RIGS)
+SILENT = [name for name, rig in RIGS.items() if rig.can_be_silent]
+HANGING = [name for name in SILENT if RIGS[name].hang is not GateRig.hang]
+OPENING = [name for name, rig in RIGS.items() if rig.may_open_by_itself]
+WRONG = [name for name, rig in RIGS.items() if rig.wrong is not GateRig.wrong]
+
+
+async def close(gate: Gate, mode: Any = "refuse") -> int | None:
+    return await gate.close(ENGINE_ID, mode, 100, 60.0)
+
+
+async def state(gate: Gate) -> GateState:
+    return (await gate.observe(ENGINE_ID)).state
+
+
+async def must_not_be_known(gate: Gate) -> None:
+    """Of several parts one is seen to be open, and another does not answer: that is no state, and no silence either."""
+    if await state(gate) is GateState.UNKNOWN:
+        raise GateUnreachable("unknown")
+
+
+class Alerts:
+    def __init__(self) -> None:
+        self.codes: list[str] = []
+
+    def __call__(self, severity: str, code: str, sentence: str, **about: Any) -> None:
+        assert about["engine_id"] == ENGINE_ID
+        self.codes.append(code)
+
+
+def kept(gate: Gate, alerts: Alerts, *, may_open_by_itself: bool = True) -> KeptGate:
+    return KeptGate(gate, GateTraits("haproxy", "gate", may_open_by_itself, None), "alpha", alerts)
+
+
+@pytest.mark.parametrize("name", ALL)
+async def test_it_closes_and_opens_as_often_as_it_is_asked(name: str) -> None:
+    async with gate_rig(RIGS[name]) as rig:
+        gate = await rig.routed()
+        for _ in range(2):
+            assert await close(gate) in (0, None)
+            assert await state(gate) is GateState.CLOSED
+            assert await gate.wait_drained(ENGINE_ID, 5) == 0
+            assert await state(gate) is GateState.CLOSED
+        for _ in range(2):
+            await gate.open(ENGINE_ID)
+            assert await state(gate) is GateState.OPEN
+        await gate.ensure_route(ENGINE_ID, "alpha", MODELS, rig.engine.url)
+        assert await state(gate) is GateState.OPEN  # an existing route keeps its state
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "none"])
+async def test_the_next_agent_finds_it_as_the_last_one_left_it(name: str) -> None:
+    async with gate_rig(RIGS[name]) as rig:
+        await (await rig.routed()).open(ENGINE_ID)
+        assert await state(rig.gate()) is GateState.OPEN  # losing the agent closes nothing
+        await close(rig.gate())
+        assert await state(rig.gate()) is GateState.CLOSED  # and opens nothing
+        await rig.gate().open(ENGINE_ID)
+        assert await state(rig.gate()) is GateState.OPEN
+
+
+async def test_an_agent_that_starts_does_not_know_what_no_gate_would_be() -> None:
+    async with gate_rig(RIGS["none"]) as rig:
+        assert await state(rig.gate()) is GateState.UNKNOWN
+
+
+@pytest.mark.parametrize("name", ALL)
+async def test_it_is_not_drained_while_a_request_is_in_flight(name: str) -> None:
+    async with gate_rig(RIGS[name]) as rig:
+        gate = await rig.routed()
+        await gate.open(ENGINE_ID)
+        request = await rig.begin()
+        assert await close(gate) in (1, None)
+        assert await gate.wait_drained(ENGINE_ID, 0.3) == 1
+        if rig.in_flight_in_looks:
+            assert (await gate.observe(ENGINE_ID)).in_flight == 1
+        drained = asyncio.create_task(gate.wait_drained(ENGINE_ID, 20))
+        rig.engine.go.set()
+        assert await request == 200
+        assert await drained == 0
+        assert await state(gate) is GateState.CLOSED
+
+
+@pytest.mark.parametrize("name", ALL)
+async def test_what_is_in_flight_is_ended_or_that_is_refused(name: str) -> None:
+    async with gate_rig(RIGS[name]) as rig:
+        gate = await rig.routed()
+        await gate.open(ENGINE_ID)
+        await rig.begin()
+        await close(gate)
+        if rig.can_abort:
+            await gate.abort(ENGINE_ID)
+            assert await gate.wait_drained(ENGINE_ID, 10) == 0
+        else:
+            with pytest.raises(GateRefused, match="cannot abort"):
+                await gate.abort(ENGINE_ID)
+
+
+@pytest.mark.parametrize("name", SILENT)
+async def test_one_that_is_gone_is_neither_open_nor_drained(name: str) -> None:
+    async with gate_rig(RIGS[name]) as rig:
+        gate = await rig.routed()
+        await close(gate)
+        await rig.go_silent()
+        for call in (gate.observe(ENGINE_ID), close(gate), gate.wait_drained(ENGINE_ID, 0.2), gate.open(ENGINE_ID)):
+            with pytest.raises(GateUnreachable):
+                await call
+        await rig.come_back()
+        await gate.ensure_route(ENGINE_ID, "alpha", MODELS, rig.engine.url)
+        await close(gate)
+        assert await gate.wait_drained(ENGINE_ID, 5) == 0
+        await gate.open(ENGINE_ID)
+        assert await state(gate) is GateState.OPEN
+
+
+@pytest.mark.parametrize("name", HANGING)
+async def test_one_that_hangs_holds_nobody_up(name: str) -> None:
+    async with gate_rig(RIGS[name]) as rig:
+        gate = await rig.routed()
+        await gate.open(ENGINE_ID)
+        await rig.hang()
+        for call in (must_not_be_known(gate), close(gate), gate.wait_drained(ENGINE_ID, 0.2)):
+            began = time.monotonic()
+            with pytest.raises(GateUnreachable):
+                await call
+            assert time.monotonic() - began < 6 * CALL_SECONDS
+        await rig.unhang()
+        await close(gate)
+        assert await state(gate) is GateState.CLOSED
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_a_wrong_name_is_refused_and_named(name: str) -> None:
+    async with gate_rig(RIGS[name]) as rig:
+        wrong = rig.wrong()
+        for call in (wrong.ensure_route(ENGINE_ID, "alpha", MODELS, rig.engine.url), close(wrong)):
+            with pytest.raises(GateError, match=r"beta|vllm-9"):
+                await call
+
+
+@pytest.mark.parametrize("name", OPENING)
+async def test_one_that_opens_by_itself_is_closed_again_and_never_taken_for_closed(name: str) -> None:
+    async with gate_rig(RIGS[name]) as rig:
+        alerts = Alerts()
+        gate = kept(await rig.routed(), alerts)
+        await close(gate)
+        assert await gate.wait_drained(ENGINE_ID, 5) == 0
+        await gate.prove_closed(ENGINE_ID)
+        await rig.open_by_itself()
+        assert await state(gate) is not GateState.CLOSED
+        with pytest.raises(GateError, match="was closed and is"):
+            await gate.prove_closed(ENGINE_ID)
+        seen = await gate.guard(ENGINE_ID)
+        assert seen is not None
+        assert seen.state is GateState.CLOSED
+        await gate.prove_closed(ENGINE_ID)
+        assert alerts.codes == ["gate_opened_by_itself"]
+        await gate.guard(ENGINE_ID)
+        assert alerts.codes == ["gate_opened_by_itself"]
+
+
+@pytest.mark.parametrize("name", OPENING)
+async def test_an_agent_that_starts_in_a_loan_keeps_closed_what_the_last_one_closed(name: str) -> None:
+    async with gate_rig(RIGS[name]) as rig:
+        await close(await rig.routed())
+        gate = kept(rig.gate(), Alerts())
+        gate.want_closed("refuse", 100, 60.0)
+        await rig.open_by_itself()
+        seen = await gate.guard(ENGINE_ID)
+        assert seen is not None
+        assert seen.state is GateState.CLOSED
+
+
+@pytest.mark.parametrize("name", OPENING)
+async def test_a_look_opens_nothing(name: str) -> None:
+    async with gate_rig(RIGS[name]) as rig:
+        alerts = Alerts()
+        await close(await rig.routed())
+        gate = kept(rig.gate(), alerts)  # it was not told that anything is to be closed
+        seen = await gate.guard(ENGINE_ID)
+        assert seen is not None
+        assert seen.state is GateState.CLOSED
+        assert alerts.codes == []
+
+
+@pytest.mark.parametrize("name", OPENING)
+async def test_that_one_does_not_answer_is_told_once_and_that_it_does_again(name: str) -> None:
+    async with gate_rig(RIGS[name]) as rig:
+        alerts = Alerts()
+        gate = kept(await rig.routed(), alerts)
+        await close(gate)
+        await rig.go_silent()
+        assert await gate.guard(ENGINE_ID) is None
+        assert await gate.guard(ENGINE_ID) is None
+        assert alerts.codes == ["gate_unreachable"]
+        await rig.come_back()
+
+        async def closed_again() -> bool:
+            seen = await gate.guard(ENGINE_ID)
+            return seen is not None and seen.state is GateState.CLOSED
+
+        await wait_until_async(closed_again, 10, "the gate is closed and answers")
+        assert [code for code in alerts.codes if code != "gate_opened_by_itself"] == ["gate_unreachable", "gate_well"]
+
+
+async def test_a_gate_that_does_not_open_is_told_once() -> None:
+    async with gate_rig(RIGS["webhook"]) as rig:
+        alerts = Alerts()
+        gate = kept(await rig.routed(), alerts)
+        rig.server.status = 500
+        for _ in range(2):
+            with pytest.raises(GateUnreachable):
+                await gate.open(ENGINE_ID)
+        assert alerts.codes == ["gate_not_opened"]
