@@ -13,13 +13,13 @@ import structlog
 
 from ..vmm.tags import KEEPS_CONTENTS
 from . import loan_plan
-from .engine_hand import POLL_SECONDS_FIRST, POLL_SECONDS_MAX
 from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
-from .engines.base import Observation
-from .errors import AgentError, CanaryFailed, EngineAuthRefused, EngineLost, EngineRefused
+from .engine_park import ask_to_park, parked_or_not
+from .errors import AgentError, CanaryFailed, EngineLost
 from .gates.base import GateError
 from .journal import boottime
 from .probe import DeviceFacts, why_absent
+from .processes import process_in_words
 from .protocol.loans import LoanEvent, LoanStep
 from .protocol.wire import EngineState, Reason
 from .tasks import all_or_none
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 CLOCK_SKEW_SECONDS_MAX: Final = 60.0
-_PARKING_GRACE_SECONDS: Final = 30.0
-_RUNNING_LOOKS: Final = 3  # after a park call without an answer: so often `running` means that it was not taken
 
 
 class Refused(Exception):
@@ -133,7 +131,7 @@ def foreign_words(device_id: str, foreign: dict[int, int]) -> tuple[str, str, di
     pid, held = max(foreign.items(), key=lambda item: item[1])
     return (
         "ForeignProcess",
-        f"process {pid}, which is not ours, holds {held} bytes on device {device_id}",
+        f"{process_in_words(pid)}, which is not ours, holds {held} bytes on device {device_id}",
         {"device_id": device_id, "bytes_by_pid": {str(key): value for key, value in foreign.items()}},
     )
 
@@ -262,7 +260,11 @@ async def _park_engine(loan: Loan, engine: EngineKeeper) -> None:
     policy = loan.policy_of(engine)
     if loan.has(LoanStep.PARKED_SEEN, engine):
         return
-    said = ""
+
+    def late(reason: Reason) -> None:
+        loan.take(LoanEvent.PARK_DEADLINE, reason, engine)
+        loan.recall("ParkDeadline")
+
     if not loan.has(LoanStep.PARK_SENT, engine):
         tags = sorted(policy.restore_modes)
         if not loan.is_fresh:
@@ -281,49 +283,10 @@ async def _park_engine(loan: Loan, engine: EngineKeeper) -> None:
             sentence = f"it cannot be written down that engine {engine.name} parks: {error}"
             raise Refused(LoanEvent.PARK_REFUSED, "DiskReserve", sentence) from error
         loan.step(LoanStep.PARK_SENT, engine, data={"tags": tags, "device_bytes": engine.device_bytes})
-        engine.set_state(EngineState.PARKING)
-        try:
-            await engine.adapter.park(policy, policy.park_call_seconds_max)
-        except (EngineRefused, EngineAuthRefused) as error:
-            said = str(error)
-        except (AgentError, OSError) as error:
-            said = str(error)  # unknown: look, never ask again
-    seen = await _parked_or_not(loan, engine, said)
+        seen, said = await ask_to_park(engine, policy, late)
+    else:
+        seen, said = await parked_or_not(engine, policy, "", late), ""
     if seen.state is EngineState.RUNNING:
-        engine.forget_capabilities()  # the call may have taught its adapter something
-        raise Refused(
-            LoanEvent.PARK_REFUSED, "ParkRefused", f"engine {engine.name} did not park: {said or 'no reason'}"
-        )
-    wanted = set(policy.restore_modes)
-    if not set(seen.parked_tags) & wanted:
-        raise EngineLost(f"engine {engine.name} is parked without the tags {sorted(wanted)}")
-    engine.set_state(EngineState.PARKED)
+        sentence = f"engine {engine.name} did not park: {said or 'no reason'}"
+        raise Refused(LoanEvent.PARK_REFUSED, "ParkRefused", sentence)
     loan.step(LoanStep.PARKED_SEEN, engine, data={"parked_tags": list(seen.parked_tags)})
-
-
-async def _parked_or_not(loan: Loan, engine: EngineKeeper, said: str) -> Observation:
-    """The engine's state once it is `parked`, or surely `running`; EngineLost past every deadline."""
-    loop = asyncio.get_running_loop()
-    deadline, marked = loop.time() + loan.policy_of(engine).park_call_seconds_max, False
-    pause, running = POLL_SECONDS_FIRST, 0
-    while True:
-        seen = await engine.adapter.observe()
-        running = running + 1 if seen.state is EngineState.RUNNING else 0
-        if seen.state is EngineState.PARKED or running >= _RUNNING_LOOKS:
-            return seen
-        gone = engine.is_lost_while_parked() or seen.state is EngineState.GONE
-        if gone or seen.state is EngineState.FAILED:
-            engine.set_state(EngineState.GONE if gone else EngineState.FAILED)
-            raise EngineLost(f"engine {engine.name} was lost while it parked. {said}".strip())
-        if loop.time() > deadline and not marked:
-            marked = True
-            deadline = loop.time() + min(_PARKING_GRACE_SECONDS, loan.policy_of(engine).park_call_seconds_max)
-            reason = Reason(code="ParkDeadline", sentence=f"engine {engine.name} is still {seen.state}")
-            loan.take(LoanEvent.PARK_DEADLINE, reason, engine)
-            loan.recall("ParkDeadline")
-            loan.node.alert("critical", "park_deadline", reason.sentence, engine_id=engine.engine_id)
-        elif loop.time() > deadline:
-            engine.remember(condemned=engine.incarnation)
-            raise EngineLost(f"engine {engine.name} is still {seen.state} long after its park deadline", timed_out=True)
-        await asyncio.sleep(pause)
-        pause = min(POLL_SECONDS_MAX, pause * 1.5)

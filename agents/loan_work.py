@@ -16,6 +16,7 @@ from .engine_keeper import EngineKeeper
 from .errors import SpawnRefused
 from .loan_without_job import SENTENCES
 from .probe import why_absent
+from .processes import process_in_words
 from .protocol.loans import LoanEvent, LoanState
 from .protocol.wire import AttemptEnd, EngineState, Reason
 
@@ -89,7 +90,8 @@ async def _check_room(run: AttemptRun) -> None:
         need = run.spec.hbm_bytes + promised + node.settings.spawn_margin_bytes
         foreign = node.foreign(facts[device_id])
         if foreign:
-            raise SpawnRefused("ForeignProcess", f"processes {sorted(foreign)} hold memory on device {device_id}")
+            names = ", ".join(process_in_words(pid) for pid in sorted(foreign)[:10])
+            raise SpawnRefused("ForeignProcess", f"{names} hold memory on device {device_id}")
         if free < need:
             raise SpawnRefused("HBMNotFreed", f"device {device_id} has {free} of {need} bytes free")
 

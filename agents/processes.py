@@ -268,3 +268,13 @@ def _wait_any_exit(processes: Iterable[ProcessIdentity], seconds_max: float) -> 
     finally:
         for pidfd in pidfds:
             os.close(pidfd)
+
+
+def process_in_words(pid: int) -> str:
+    """What an operator finds it by. NVML's pids are those of the host, whatever namespace the agent is in."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+        owner = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return f"process {pid} of another pid namespace, which the agent cannot see (run the agent in the host's)"
+    return f"process {pid} ({name}, uid {owner})"

@@ -54,7 +54,18 @@ async def take(
 
 async def keep(node: AgentNode) -> bool:
     """Stops the agent and keeps the rest; False, with nothing done, if that rest is not in order."""
-    if node.daemon is None or not node.may_be_kept or node.daemon.loans:
+    if not node.may_be_kept or not await set_down(node):
+        return False
+    _kept[_key(node.engines, node.capacities)] = node
+    while len(_kept) > _KEPT_MAX:
+        await _kept.pop(next(iter(_kept))).end_everything()
+    return True
+
+
+async def set_down(node: AgentNode) -> bool:
+    """Stops the agent and forgets what it wrote, so that a new one finds engines and gateway alone; False, with nothing
+    done, if these are not in order."""
+    if node.daemon is None or node.daemon.loans:
         return False
     if not all(_in_order(keeper) for keeper in node.daemon.keepers.values()):
         return False
@@ -70,9 +81,6 @@ async def keep(node: AgentNode) -> bool:
         value.pop("golden", None)
         facts.write_text(json.dumps(value))
         node.witness_path(engine.name).write_bytes(b"")
-    _kept[_key(node.engines, node.capacities)] = node
-    while len(_kept) > _KEPT_MAX:
-        await _kept.pop(next(iter(_kept))).end_everything()
     return True
 
 
