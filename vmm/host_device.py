@@ -1,9 +1,9 @@
 """The host-memory device: a directory that all its processes share, with the ledger of who holds how much of it.
 
-``device.json`` says what the device is and never changes. ``ledger`` is replaced whole, by rename, under the lock of
-``ledger.lock``: so a reader needs no lock, and a writer killed halfway leaves the old ledger. A row belongs to a
-process (pid and start time); rows of dead processes count for nothing and go with the next write. Several rows with
-one key are one piece of memory, charged once.
+``device.json`` says what the device is and never changes. ``ledger`` (see `host_ledger`) is written under the lock of
+``ledger.lock``; a reader needs no lock, and a writer killed halfway has written nothing. A row belongs to a process
+(pid and start time); rows of dead processes count for nothing. Several rows with one key are one piece of memory,
+charged once.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import fcntl
 import json
 import os
 import re
+import threading
 import time
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Final
 from uuid import uuid4
 
 from . import host_memory
 from .errors import LedgerBusy, LedgerUnreadable, LedgerUnwritable, OutOfDeviceMemory
+from .host_ledger import Charge as Charge
+from .host_ledger import Holds, Ledger
+from .host_ledger import ProcessKey as ProcessKey
 from .whole_numbers import require_whole
 
 KINDS: Final = ("discrete", "unified")
@@ -33,35 +36,7 @@ CAPACITY_BYTES_MAX: Final = 1 << 60
 _UUID_PATTERN: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
 _LOCK_SECONDS_MAX: Final = 30.0
 _LOCK_POLL_SECONDS: Final = 0.001
-
-
-class ProcessKey(NamedTuple):
-    pid: int
-    start_ticks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Charge:
-    """One process's hold on one piece of device memory."""
-
-    key: str
-    pid: int
-    start_ticks: int
-    nbytes: int
-    owner: str | None
-
-    @property
-    def process(self) -> ProcessKey:
-        return ProcessKey(self.pid, self.start_ticks)
-
-    def as_fields(self) -> dict[str, str | int | None]:
-        return {
-            "key": self.key,
-            "pid": self.pid,
-            "start_ticks": self.start_ticks,
-            "nbytes": self.nbytes,
-            "owner": self.owner,
-        }
+_READS_MAX: Final = 3
 
 
 def _require_path(path: object) -> Path:
@@ -88,8 +63,9 @@ class HostDevice:
 
     def __init__(self, path: Path, *, uuid: str, kind: str, capacity_bytes: int) -> None:
         self.path = path
-        self._ledger = str(path / "ledger")  # read and written at every charge and discharge
-        self._known: tuple[bytes, tuple[Charge, ...]] = (b"", ())  # a ledger that has been read, to be read but once
+        self._ledger_path = str(path / "ledger")
+        self._pid = 0
+        self._view_after_fork()
         self.uuid = uuid
         self.kind = kind
         self.capacity_bytes = capacity_bytes
@@ -149,7 +125,8 @@ class HostDevice:
         return [cls.open(Path(part)) for part in value.split(":") if part]
 
     def free_bytes(self) -> int:
-        free_bytes = max(0, self.capacity_bytes - _sum_by_key_bytes(self.charges()))
+        with self._view() as holds:
+            free_bytes = max(0, self.capacity_bytes - holds.used_bytes)
         if self.kind == "unified":
             return min(free_bytes, host_memory.available_bytes())
         return free_bytes
@@ -163,11 +140,8 @@ class HostDevice:
 
     def charges(self) -> list[Charge]:
         """The rows of living processes."""
-        rows = self._read()
-        try:
-            return _living(rows)
-        except OSError as error:
-            raise LedgerUnreadable("ledger", f"whose the rows of {self._ledger} are cannot be seen: {error}") from error
+        with self._view() as holds:
+            return holds.rows()
 
     def charge(self, row: Charge, owner_bytes_max: int | None) -> None:
         """Adds a row if it fits; else OutOfDeviceMemory and nothing has changed."""
@@ -175,72 +149,77 @@ class HostDevice:
 
     def charge_all(self, new: Iterable[Charge], owner_bytes_max: int | None) -> None:
         """Adds the rows, in one write, if all of them fit; else OutOfDeviceMemory and nothing has changed."""
-        with self._locked(_LOCK_SECONDS_MAX):
-            rows = self.charges()
-            held_bytes = {row.key: row.nbytes for row in rows}
-            used_bytes = sum(held_bytes.values())
-            owners_bytes: dict[str, dict[str, int]] = {}
-            for row in rows:
-                if row.owner is not None:
-                    owners_bytes.setdefault(row.owner, {})[row.key] = row.nbytes
-            known = {(row.key, row.process) for row in rows}
-            for row in new:
-                if row.key not in held_bytes:
-                    self._require_room(row.nbytes, used_bytes)
-                    held_bytes[row.key] = row.nbytes
-                    used_bytes += row.nbytes
-                if row.owner is not None:
-                    owned = owners_bytes.setdefault(row.owner, {})
-                    if owner_bytes_max is not None:
-                        _require_owner_room(row, owned, owner_bytes_max)
-                    owned[row.key] = row.nbytes
-                if (row.key, row.process) not in known:
-                    rows.append(row)
-            self._write(rows)
+        with self._locked(_LOCK_SECONDS_MAX), self._view() as holds:
+            added = {(row.process, row.key): row for row in self._fitting(new, holds, owner_bytes_max)}
+            with self._writing():
+                self._ledger.charge(added.values())
 
     def discharge(self, keys: set[str], process: ProcessKey, *, lock_seconds_max: float | None = None) -> None:
         """Waits for the lock as long as a charge does unless told otherwise."""
-        with self._locked(_LOCK_SECONDS_MAX if lock_seconds_max is None else lock_seconds_max):
-            rows = self.charges()
-            self._write([row for row in rows if not (row.key in keys and row.process == process)])
+        seconds_max = _LOCK_SECONDS_MAX if lock_seconds_max is None else lock_seconds_max
+        with self._locked(seconds_max), self._view(), self._writing():
+            self._ledger.discharge(process, keys)
+
+    def _fitting(self, new: Iterable[Charge], holds: Holds, owner_bytes_max: int | None) -> Generator[Charge]:
+        """Those that are not there yet. OutOfDeviceMemory at the first that does not fit with those before it."""
+        more, owned = Holds(), Holds()  # memory that nobody has, or that its owner has not
+        for row in new:
+            if not holds.holds(row.key):
+                if not more.holds(row.key):
+                    self._require_room(row.nbytes, holds.used_bytes + more.used_bytes)
+                more.add(row)
+            if row.owner is not None and not holds.owns(row.owner, row.key):
+                if owner_bytes_max is not None and not owned.owns(row.owner, row.key):
+                    left_bytes = owner_bytes_max - holds.owned_bytes(row.owner) - owned.owned_bytes(row.owner)
+                    _require_owner_room(row, row.owner, left_bytes, owner_bytes_max)
+                owned.add(row)
+            if holds.row(row.process, row.key) is None:
+                yield row
 
     def _require_room(self, nbytes: int, used_bytes: int) -> None:
         free_bytes = self.capacity_bytes - used_bytes
         if nbytes > free_bytes:
             raise OutOfDeviceMemory(nbytes, max(0, free_bytes), self.capacity_bytes)
 
-    def _read(self) -> list[Charge]:
-        try:
-            with open(self._ledger, "rb", buffering=0) as file:
-                text = file.read()
-            known_text, known_rows = self._known
-            if text == known_text:
-                return list(known_rows)
-            content: dict[str, Any] = json.loads(text)
-            if content["boot_id"] != _boot_id():
-                return []  # nothing survives a reboot, and pids and start times repeat
-            rows = [_require_whole(Charge(**row)) for row in content["rows"]]
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise LedgerUnreadable(
-                "ledger", f"{self._ledger} cannot be read ({error}): end the device's processes and remove it"
-            ) from error
-        self._known = text, tuple(rows)
-        return rows
+    @contextmanager
+    def _view(self) -> Generator[Holds]:
+        """What the ledger says now of living processes. One thread at a time."""
+        if self._pid != os.getpid():
+            self._view_after_fork()
+        with self._guard:
+            holds = self._read()
+            try:
+                for process in holds.processes():
+                    if _living(process.pid) != process:
+                        holds.remove_process(process)
+            except OSError as error:
+                text = f"whose the rows of {self._ledger_path} are cannot be seen: {error}"
+                raise LedgerUnreadable("ledger", text) from error
+            yield holds
 
-    def _write(self, rows: list[Charge]) -> None:
-        text = json.dumps({"boot_id": _boot_id(), "rows": [row.as_fields() for row in rows]}).encode()
-        draft = self._ledger + ".new"  # one name: we hold the lock
+    def _view_after_fork(self) -> None:
+        """Another thread may have had the guard."""
+        self._pid, self._guard, self._ledger = os.getpid(), threading.Lock(), Ledger(self._ledger_path)
+
+    def _read(self) -> Holds:
+        for again in range(_READS_MAX):
+            try:
+                return self._ledger.read()
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                if again + 1 < _READS_MAX:  # without the lock we may have read into what was just being written
+                    continue
+                raise LedgerUnreadable(
+                    "ledger",
+                    f"{self._ledger_path} cannot be read ({error}): end the device's processes and remove it",
+                ) from error
+        raise AssertionError("returned or raised")
+
+    @contextmanager
+    def _writing(self) -> Generator[None]:
         try:
-            with open(draft, "wb") as file:
-                file.write(text)
-            os.replace(draft, self._ledger)
+            yield
         except OSError as error:
-            with suppress(OSError):
-                os.unlink(draft)  # a full disk took half of it
             raise self._unwritable(error) from error
-        self._known = text, tuple(rows)
 
     def _unwritable(self, error: OSError) -> LedgerUnwritable:
         what = "give its disk room" if error.errno == errno.ENOSPC else "put that right"
@@ -249,14 +228,14 @@ class HostDevice:
     @contextmanager
     def _locked(self, seconds_max: float) -> Generator[None]:
         try:
-            fd = os.open(self._ledger + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(self._ledger_path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise self._unwritable(error) from error
         try:
             deadline = time.monotonic() + seconds_max
             while not _try_lock(fd):
                 if time.monotonic() > deadline:
-                    raise LedgerBusy("ledger", f"{self._ledger}.lock was locked for {seconds_max} s")
+                    raise LedgerBusy("ledger", f"{self._ledger_path}.lock was locked for {seconds_max} s")
                 time.sleep(_LOCK_POLL_SECONDS)
             yield
         finally:
@@ -271,37 +250,15 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _require_whole(row: Charge) -> Charge:
-    numbers = cast("list[object]", [row.pid, row.start_ticks, row.nbytes])
-    if not isinstance(cast("object", row.key), str) or not all(isinstance(number, int) for number in numbers):
-        raise ValueError(f"{row} is no charge")
-    return row
+def _living(pid: int) -> ProcessKey | None:
+    return _own_key(pid) if pid == os.getpid() else process_key(pid)
 
 
-def _living(rows: list[Charge]) -> list[Charge]:
-    own_pid = os.getpid()
-    pids = {row.pid for row in rows}
-    now_alive = {pid: _own_key(pid) if pid == own_pid else process_key(pid) for pid in pids}
-    return [row for row in rows if now_alive[row.pid] == row.process]
-
-
-def _sum_by_key_bytes(rows: list[Charge]) -> int:
-    return sum({row.key: row.nbytes for row in rows}.values())
-
-
-def _require_owner_room(row: Charge, owned_bytes: Mapping[str, int], owner_bytes_max: int) -> None:
-    if row.key in owned_bytes:
-        return
-    free_bytes = owner_bytes_max - sum(owned_bytes.values())
-    if row.nbytes > free_bytes:
-        raise OutOfDeviceMemory(row.nbytes, max(0, free_bytes), owner_bytes_max, limit=f"the limit of {row.owner}")
+def _require_owner_room(row: Charge, owner: str, left_bytes: int, owner_bytes_max: int) -> None:
+    if row.nbytes > left_bytes:
+        raise OutOfDeviceMemory(row.nbytes, max(0, left_bytes), owner_bytes_max, limit=f"the limit of {owner}")
 
 
 @lru_cache(maxsize=1)
 def _own_key(pid: int) -> ProcessKey | None:
     return process_key(pid)
-
-
-@lru_cache(maxsize=1)
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

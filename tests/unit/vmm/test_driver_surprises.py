@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -130,9 +131,16 @@ def test_a_row_that_is_none_is_refused(tmp_path: Path) -> None:
     driver = small_driver(tmp_path / "d")
     driver.create(GRANULE_BYTES)
     ledger = tmp_path / "d" / "ledger"
-    ledger.write_text(ledger.read_text().replace(f'"nbytes": {GRANULE_BYTES}', '"nbytes": "many"'))
+    good = ledger.read_bytes()
+    ledger.write_bytes(good.replace(str(GRANULE_BYTES).encode(), b"9" * len(str(GRANULE_BYTES))))
+    other = HostDevice.open(tmp_path / "d")
+    with pytest.raises(LedgerUnreadable, match="a line is not what was written"):
+        other.free_bytes()
+    head, _, line = good.rstrip(b"\n").partition(b"\n")
+    bad = line.partition(b" ")[2].replace(str(GRANULE_BYTES).encode(), b'"many"')
+    ledger.write_bytes(head + b"\n%08x %s\n" % (zlib.crc32(bad), bad))
     with pytest.raises(LedgerUnreadable, match="is no charge"):
-        driver.free_bytes()
+        other.free_bytes()
 
 
 def test_a_device_whose_directory_is_gone_says_so(tmp_path: Path) -> None:

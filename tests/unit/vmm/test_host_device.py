@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from lull.vmm import host_device
 from lull.vmm.errors import LedgerBusy, OutOfDeviceMemory
 from lull.vmm.host_device import Charge, HostDevice, process_key
 from lull.vmm.host_driver import HostDriver
+from lull.vmm.host_ledger import boot_id
 
 
 def own_charge(key: str, nbytes: int, owner: str | None = None) -> Charge:
@@ -139,9 +139,11 @@ def test_rows_of_the_dead_and_of_reused_pids_count_for_nothing(tmp_path: Path) -
 def test_a_ledger_of_another_boot_is_empty(tmp_path: Path) -> None:
     device = HostDevice.create(tmp_path / "d", capacity_bytes=100)
     device.charge(own_charge("a", 60), None)
-    content = json.loads((tmp_path / "d" / "ledger").read_text())
-    (tmp_path / "d" / "ledger").write_text(json.dumps({**content, "boot_id": "another"}))
+    ledger = tmp_path / "d" / "ledger"
+    ledger.write_bytes(ledger.read_bytes().replace(boot_id().encode(), b"0" * len(boot_id())))
     assert device.free_bytes() == 100
+    device.charge(own_charge("b", 70), None)
+    assert HostDevice.open(tmp_path / "d").free_bytes() == 30
 
 
 def test_reading_needs_no_lock_and_writing_does_not_wait_for_ever(

@@ -22,17 +22,17 @@ COUNT = 12
 
 
 class Writes:
-    """How often the ledger was replaced."""
+    """How often something was written to the ledger."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        replace = os.replace
+        write = os.pwrite
 
-        def counted(source: str, destination: str) -> None:
+        def counted(fd: int, text: bytes, offset: int) -> int:
             self.count += 1
-            replace(source, destination)
+            return write(fd, text, offset)
 
-        monkeypatch.setattr(os, "replace", counted)
+        monkeypatch.setattr(os, "pwrite", counted)
 
     def during(self) -> int:
         count, self.count = self.count, 0
