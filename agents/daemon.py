@@ -39,6 +39,7 @@ from .node import Node
 from .node_files import NodeFile, replace_json
 from .opening import open_home, open_journal
 from .orders import Orders
+from .pressure import PressureWatch
 from .processes import boot_id, identity
 from .protocol.loans import LoanState
 from .protocol.wire import (
@@ -201,6 +202,7 @@ class Daemon:
             self._spawn(_service_task(service), service.run())
         self._spawn("look", self.watch.look_around())
         self._spawn("gates", self.gates.guard(self.settings.gate_poll_seconds))
+        self._spawn("pressure", PressureWatch(self.node, self.keepers, self.loan_on).run())
         self._spawn("occupancy", self.watch.report_occupancy())
         self._spawn("forget", self._forget_old())
         self._spawn("upstream", self.upstream.run())

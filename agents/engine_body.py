@@ -30,7 +30,7 @@ from .protocol.capabilities import Capabilities, refusal
 from .protocol.engine_kinds import LOADS_AT_WAKE, MAY_END_AT_PARK, MODES_ARE_FLAGS, known_capabilities
 from .protocol.policy import EnginePolicy
 from .protocol.unified import without_backups
-from .protocol.wire import EngineChanged, EngineState, GateState, ProcessIdentity, Reason
+from .protocol.wire import EngineChanged, EngineState, GateState, HostPressure, ProcessIdentity, Reason
 from .settings import EngineSettings
 
 log = structlog.get_logger(__name__)
@@ -77,6 +77,7 @@ class EngineBody:
         self.gate_state = GateState.UNKNOWN
         self.verified = False
         self.reason: Reason | None = None
+        self.pressure: HostPressure | None = None  # its policy wants it parked now
         self.device_bytes: dict[str, int] = {}
         self._attached: ProcessIdentity | None = None
         self._reported: EngineChanged | None = None
@@ -207,6 +208,7 @@ class EngineBody:
             reason=self.reason,
             capabilities=self.capabilities,
             learned=self.parks.learned(),
+            pressure=self.pressure,
         )
 
     def report(self) -> None:

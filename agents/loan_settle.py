@@ -165,7 +165,7 @@ def _not_free(loan: Loan, facts: Facts, needs: dict[str, int], *, still: bool) -
             f"engine {of['engine']} gave {of['freed_bytes']} of {of['predicted_bytes']} bytes on device {device_id}:"
             " that part of it did not release"
         )
-    elif not short and loan.without_job is not None:
+    elif not short and _gave_nothing(loan, facts):
         sentence = f"nothing became free after the park of {names}"
     elif not short:
         sentence = f"the memory of {names} did not stop changing after the park"

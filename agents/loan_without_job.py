@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from .engine_keeper import EngineKeeper
-from .gates.base import Gate, GateError, GateObservation, GateRefused, GateRouteUnknown, TellsRequests
+from .gates.base import GateError, GateObservation, GateRefused, GateRouteUnknown
+from .gates.kept import KeptGate
 from .node import Node
 from .protocol.parking import FOR_OVER, REQUEST, RESUMED, RequestAnswered
 from .protocol.wire import GateState, OpenLoan
@@ -46,8 +47,7 @@ def refusal(order: OpenLoan, keepers: dict[str, EngineKeeper]) -> str | None:
         return "a loan without a job parks an engine, and names none"
     for engine_id in order.engine_ids:
         keeper = keepers[engine_id]
-        tells = getattr(keeper.gate, "tells_requests", isinstance(keeper.gate, TellsRequests))
-        if order.without_job.wake_on_request and not tells:
+        if order.without_job.wake_on_request and not keeper.gate.tells_requests:
             return f"the gate of engine {keeper.name} does not see requests, so none could wake it"
     return None
 
@@ -81,12 +81,11 @@ async def until_wanted(loan: Loan, engine: EngineKeeper) -> None:
             loan.recall(REQUEST)
 
 
-async def _wait_wanted(gate: Gate, engine_id: str, after: int | None, poll_seconds: float) -> GateObservation:
-    if isinstance(gate, TellsRequests):
-        try:
-            return await gate.wait_wanted(engine_id, _WAIT_SECONDS, after)
-        except GateRefused as error:
-            log.debug("the gateway is older than its agent: it is polled", error=str(error))
+async def _wait_wanted(gate: KeptGate, engine_id: str, after: int | None, poll_seconds: float) -> GateObservation:
+    try:
+        return await gate.wait_wanted(engine_id, _WAIT_SECONDS, after)
+    except GateRefused as error:
+        log.debug("the gateway is older than its agent: it is polled", error=str(error))
     await asyncio.sleep(poll_seconds)
     return await gate.observe(engine_id)
 

@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,7 +107,8 @@ class Node:
         self.settings = settings
         self.journal = journal
         self.devices = {device.device_id: device for device in devices}
-        self.host_ram = HostRam(settings.host_reserve_bytes)
+        self.mem_available_bytes = partial(mem_available_bytes, settings.meminfo_file)
+        self.host_ram = HostRam(settings.host_reserve_bytes, self.mem_available_bytes)
         self.owners = Owners()
         self.boot_id = boot_id()
         self.start_id = uuid.uuid4().hex  # of this process

@@ -152,10 +152,10 @@ def _stat_bytes(path: Path) -> int | None:
         return None
 
 
-def mem_available_bytes() -> int:
+def mem_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     """MemAvailable of the node, less what its cgroup forbids."""
     available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in meminfo.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -119,6 +120,8 @@ class AgentSettings(AgentGates):
     engines: Annotated[list[EngineSettings], Field(max_length=256)] = Field(default_factory=list[EngineSettings])
     # Bytes of host memory that no backup may take.
     host_reserve_bytes: Bytes = 256 << 20
+    # Where MemAvailable is read; another file where a container's /proc shows a larger machine than it may use.
+    meminfo_file: FilePath = Path("/proc/meminfo")
     # Free disk below which no new loan is accepted; a restore needs none.
     journal_reserve_bytes: Bytes = 64 << 20
     # Added to what an engine takes back before it is resumed, on every device.
