@@ -22,6 +22,7 @@ from .protocol.engine_kinds import MAY_END_AT_PARK, MODES_ARE_FLAGS
 from .protocol.policy import EnginePolicy
 from .protocol.wire import EngineState, GateState, Reason
 from .settings import EngineSettings
+from .trial import learn_parks
 
 log = structlog.get_logger(__name__)
 
@@ -163,7 +164,7 @@ class EngineKeeper(EngineHand):
             await self._stop_gently()
         elif await self._is_well():
             return
-        await self.bring_back(lambda step, data: None)
+        await self.bring_back(lambda step, data: None, learns=True)
 
     async def _keep_closed(self, lost: Reason) -> None:
         """Its GPU is lost: it answers nobody until that is back and its answer was right."""
@@ -230,23 +231,27 @@ class EngineKeeper(EngineHand):
 
     # ---- bringing an engine back --------------------------------------------------------------------------------
 
-    async def bring_back(self, step: StepSink, policy: EnginePolicy | None = None) -> None:
+    async def bring_back(self, step: StepSink, policy: EnginePolicy | None = None, *, learns: bool = False) -> None:
         """From any state to running, right and routed. Raises, with the gate closed, if it is not.
 
-        ``policy``: the snapshot of the loan that it is brought back from.
+        ``policy``: the snapshot of the loan that it is brought back from. ``learns``: its parks are tried first, where
+        its settings say so.
         """
         await self.ensure_route()
         await self.close_gate(policy)
         self.verified = False
         self.report()
         try:
-            seen = await self._ensure_process(step)
+            async with self.node.turns.starting(self.device_ids):
+                seen = await self._ensure_process(step)
             if seen.state is not EngineState.RUNNING:
                 self.released()
                 await self.wake(step, policy)
             else:
                 await self.finish_wake(policy)  # an earlier agent may have ended in the middle of it
             await self.verify(step, policy, take_golden=self.may_give_golden())
+            if learns:
+                await learn_parks(self)
         finally:
             self.room_taken()
         await self.open_gate(step)

@@ -6,18 +6,18 @@ what was predicted. What really became free, and how long it took, is written do
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from .engine_hand import EngineHand
-from .engine_keeper import EngineKeeper
 from .journal import boottime
+from .park_alarms import seen_parked
 from .probe import DeviceFacts
 from .protocol.loans import LoanStep
 from .protocol.wire import Reason
 
 if TYPE_CHECKING:
+    from .engine_keeper import EngineKeeper
     from .loan import Loan
 
 Facts = Mapping[str, DeviceFacts]
@@ -133,39 +133,6 @@ def parked(loan: Loan, facts: Facts) -> dict[str, dict[str, int]]:
             loan_id=loan.loan_id,
         )
     return given
-
-
-def seen_parked(
-    engine: EngineHand,
-    modes: Mapping[str, str],
-    freed_bytes: dict[str, int],
-    residual_bytes: dict[str, int],
-    *,
-    seconds: float | None,
-    loan_id: str | None = None,
-) -> None:
-    """One park of a loan or of a trial: into the engine's history, with an alarm where it does worse than before."""
-    less = engine.parks.too_little(modes, freed_bytes)
-    engine.parks.parked(modes, freed_bytes, residual_bytes, seconds=seconds, at=time.time())
-    if less:
-        worst, of = min(less.items(), key=lambda item: item[1]["freed_bytes"] / item[1]["learned_bytes"])
-        sentence = (
-            f"a park of {', '.join(sorted(modes))} of engine {engine.name} freed {of['freed_bytes']} bytes on device"
-            f" {worst}; {of['learned_bytes']} were learned"
-        )
-        engine.node.alert(
-            "warning", "park_frees_less", sentence, engine_id=engine.engine_id, loan_id=loan_id, data={"devices": less}
-        )
-    grown = engine.parks.growth(modes, engine.footprint)
-    if grown:
-        worst, residual = max(grown.items(), key=lambda item: item[1]["now_bytes"] - item[1]["first_bytes"])
-        sentence = (
-            f"engine {engine.name} keeps more with every park: {residual['now_bytes']} bytes on device {worst} after"
-            f" {residual['first_bytes']} in its first one; drain and restart it: lull engine restart {engine.name}"
-        )
-        engine.node.alert(
-            "warning", "residual_grows", sentence, engine_id=engine.engine_id, loan_id=loan_id, data={"devices": grown}
-        )
 
 
 def woken(loan: Loan, engine: EngineKeeper) -> None:

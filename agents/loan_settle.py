@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import loan_plan
+from .equal_samples import EqualSamples
 from .loan_plan import AGREES_SHARE, NOTHING_SHARE
 from .loan_release import foreign_words
 from .probe import DeviceFacts, why_absent
@@ -21,21 +22,6 @@ if TYPE_CHECKING:
     from .loan import Loan
 
 Facts = dict[str, DeviceFacts]
-
-
-class EqualSamples:
-    """Counts looks that were equal, one after the other."""
-
-    def __init__(self) -> None:
-        self._last: Any = None
-        self.still = 0  # equal ones up to now
-        self.good = 0  # of them, how many in a row were good
-
-    def take(self, sample: Any, *, is_good: bool) -> None:
-        same = sample == self._last
-        self._last = sample
-        self.still = self.still + 1 if same else 1
-        self.good = 0 if not is_good else (self.good + 1 if same else 1)
 
 
 async def settle(loan: Loan) -> None:
@@ -63,7 +49,7 @@ async def settle(loan: Loan) -> None:
         if samples.good >= samples_wanted:
             _settled(loan, facts)
             return
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline and samples.taken > samples_wanted:  # a node that is slow proves nothing
             # Less than was predicted, and still, and enough: the job runs, and the next plan knows better. Where a
             # device gave next to nothing, a rank of the engine has not released at all.
             still = samples.still >= samples_wanted

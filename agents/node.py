@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from .device_turns import DeviceTurns
 from .journal import Journal
 from .node_probe import Absences, NodeProbe
 from .probe import DeviceFacts, Facts, mem_available_bytes
@@ -115,6 +116,7 @@ class Node:
         self.quarantined: dict[str, Reason] = read_quarantine(Path(settings.data_dir), self.devices)
         self.connected = asyncio.Event()  # set while the scheduler's order stream is up
         self.spares = SpareRunners()
+        self.turns = DeviceTurns()
         # Engines that were promised room and have not taken it all yet: what each still takes, by device.
         self.waking: dict[str, Callable[[dict[str, DeviceFacts]], dict[str, int]]] = {}
         # What memory services hold, by device: how to ask, and what was seen at the last look.

@@ -82,7 +82,7 @@ class ParkHistory:
     ) -> None:
         """The memory of a park was proved to be as it is now. ``seconds``: None where an agent ended meanwhile."""
         record, incarnation = self._record(modes), self._incarnation()
-        if record["incarnation"] != incarnation:
+        if incarnation is None or record["incarnation"] != incarnation:
             record |= {"incarnation": incarnation, "freed": [], "residuals": [], "alarmed": {}}
             record["fresh"] = {"freed": dict(freed), "residual": dict(residual)}
         record["first"] = record["first"] or dict(freed)

@@ -70,6 +70,8 @@ class EngineSettings(EngineGate):
     policy_locked: bool = False
 
     @model_validator(mode="before")
+    # Park and wake it before it first serves, each way worth knowing, to learn what that frees and costs.
+    trial_park: bool = False
     @classmethod
     def _name_restore_modes(cls, value: Any) -> Any:
         """A policy without restore modes gets those that are usual for the kind."""
