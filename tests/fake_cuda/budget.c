@@ -235,3 +235,37 @@ void budget_drop(uint64_t key)
     if (row && --row->references == 0) memset(row, 0, sizeof *row);
     unlock_budget();
 }
+
+/* Rows of a device that is none: -1 - device. Nobody's account of a device finds them. */
+void budget_move_out(int pid)
+{
+    uint64_t ticks = start_ticks_of(pid);
+    lock_budget();
+    for (Row *row = budget->rows; row < budget->rows + ROWS_MAX; row++)
+        if (row->references && row->pid == pid && row->start_ticks == ticks && row->device >= 0)
+            row->device = -1 - row->device;
+    unlock_budget();
+}
+
+/* All of them or none. What another process holds too is on the device already. */
+CUresult budget_move_in(int pid)
+{
+    uint64_t ticks = start_ticks_of(pid), need[DEVICES_MAX] = {0};
+    CUresult result = CUDA_SUCCESS;
+    lock_budget();
+    for (int i = 0; i < ROWS_MAX; i++) {
+        const Row *row = &budget->rows[i];
+        if (!row->references || row->pid != pid || row->start_ticks != ticks || row->device >= 0) continue;
+        int there = 0;
+        for (int j = 0; j < ROWS_MAX && !there; j++)
+            there = budget->rows[j].references && budget->rows[j].key == row->key && budget->rows[j].device >= 0;
+        if (!there) need[-1 - row->device] += row->nbytes;
+    }
+    for (int device = 0; device < DEVICES_MAX && !result; device++)
+        if (need[device] > free_bytes_locked(device)) result = CUDA_ERROR_OUT_OF_MEMORY;
+    for (Row *row = budget->rows; row < budget->rows + ROWS_MAX && !result; row++)
+        if (row->references && row->pid == pid && row->start_ticks == ticks && row->device < 0)
+            row->device = -1 - row->device;
+    unlock_budget();
+    return result;
+}

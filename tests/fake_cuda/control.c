@@ -59,6 +59,12 @@
     F(cuEventQuery, cuEventQuery)                                                                                      \
     F(cuEventSynchronize, cuEventSynchronize)                                                                          \
     F(cuEventDestroy, cuEventDestroy_v2)                                                                               \
+    F(cuCheckpointProcessLock, cuCheckpointProcessLock)                                                                \
+    F(cuCheckpointProcessCheckpoint, cuCheckpointProcessCheckpoint)                                                    \
+    F(cuCheckpointProcessRestore, cuCheckpointProcessRestore)                                                          \
+    F(cuCheckpointProcessUnlock, cuCheckpointProcessUnlock)                                                            \
+    F(cuCheckpointProcessGetState, cuCheckpointProcessGetState)                                                        \
+    F(cuCheckpointProcessGetRestoreThreadId, cuCheckpointProcessGetRestoreThreadId)                                    \
     F(cuGetProcAddress, cuGetProcAddress_v2)
 
 typedef struct {
@@ -178,6 +184,7 @@ CUresult enter(const char *name, Needs needs)
 {
     /* Before any lock: after a fork, a thread that is not here may hold it. */
     if (needs != ANYTIME && !is_initialized()) return CUDA_ERROR_NOT_INITIALIZED;
+    if (needs != ANYTIME) checkpoint_gate(needs == NEEDS_CONTEXT);
     CUresult error = injected(name);
     Device *device = current_device();
     for (int i = 0; error && is_sticky(error) && i < device_count(); i++) {
@@ -284,6 +291,7 @@ void fake_cuda_reset(void)
     memory_reset();
     registrations_reset();
     devices_reset();
+    checkpoint_reset();
     budget_close();
     control_reset();
 }

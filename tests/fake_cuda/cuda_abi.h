@@ -24,6 +24,7 @@ enum {
     CUDA_ERROR_ECC_UNCORRECTABLE = 214,
     CUDA_ERROR_OPERATING_SYSTEM = 304,
     CUDA_ERROR_INVALID_HANDLE = 400,
+    CUDA_ERROR_ILLEGAL_STATE = 401,
     CUDA_ERROR_NOT_FOUND = 500,
     CUDA_ERROR_NOT_READY = 600,
     CUDA_ERROR_ILLEGAL_ADDRESS = 700,
@@ -134,3 +135,15 @@ API CUresult cuEventRecord(CUevent event, CUstream stream);
 API CUresult cuEventQuery(CUevent event);
 API CUresult cuEventSynchronize(CUevent event);
 API CUresult cuEventDestroy_v2(CUevent event);
+
+typedef struct {
+    unsigned timeoutMs, reserved0; /* 0: no time-out */
+    uint64_t reserved1[7];
+} CUcheckpointLockArgs;
+
+API CUresult cuCheckpointProcessLock(int pid, CUcheckpointLockArgs *args);
+API CUresult cuCheckpointProcessCheckpoint(int pid, void *args);
+API CUresult cuCheckpointProcessRestore(int pid, void *args);
+API CUresult cuCheckpointProcessUnlock(int pid, void *args);
+API CUresult cuCheckpointProcessGetState(int pid, int *state);
+API CUresult cuCheckpointProcessGetRestoreThreadId(int pid, int *tid);

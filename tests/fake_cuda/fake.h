@@ -52,6 +52,12 @@ uint64_t budget_free_bytes(int device);
 CUresult budget_charge(int device, uint64_t nbytes, uint64_t *key); /* a new key, held once by this process */
 CUresult budget_hold(int device, uint64_t nbytes, uint64_t key);
 void budget_drop(uint64_t key);
+void budget_move_out(int pid); /* what the process holds is on no device until it is moved in again */
+CUresult budget_move_in(int pid);
+
+/* checkpoint.c */
+void checkpoint_gate(int needs_context); /* waits while another process has this one locked or checkpointed */
+void checkpoint_reset(void);
 
 /* memory.c */
 typedef struct Mapping Mapping;
