@@ -6,15 +6,18 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 _OUTPUT_BYTES_MAX: Final = 4000
 
 
-def start_module(module: str, words: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
-    """``python -m module WORDS``. ``output`` is begun anew, for what it says before it has a log of its own."""
+def start_module(
+    module: str, words: Sequence[str], output: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """``python -m module WORDS``, with ``environment`` over our own. ``output`` is begun anew, for what it says before
+    it has a log of its own."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         process = subprocess.Popen(
@@ -24,6 +27,7 @@ def start_module(module: str, words: Sequence[str], output: Path) -> subprocess.
             stderr=descriptor,
             start_new_session=True,
             cwd="/",
+            env={**os.environ, **(environment or {})},
         )
     finally:
         os.close(descriptor)

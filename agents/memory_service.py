@@ -124,7 +124,8 @@ class MemoryServiceKeeper:
             folder.mkdir(mode=0o700, exist_ok=True)
         output = self.state_dir / "memory-service.out"
         words = ["--device", self._device.opened_by, "--socket", str(self.socket), "--state-dir", str(self.state_dir)]
-        process = start_module("lull.vmm.service", words, output)
+        visible = {"CUDA_VISIBLE_DEVICES": self._device.device_id} if self._device.is_cuda else {}
+        process = start_module("lull.vmm.service", words, output, visible)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_SECONDS_MAX
         while True:
@@ -171,4 +172,5 @@ class MemoryServiceKeeper:
 def _shared(pool: dict[str, Any]) -> SharedPool:
     mapped_by = frozenset(int(pid) for pid in (*pool["reader_pids"], *pool["writer_pids"]))
     users = mapped_by | {int(pid) for pid in pool["parked_pids"]}
-    return SharedPool(str(pool["name"]), int(pool["resident_bytes"]), users, mapped_by)
+    tags = tuple(str(tag) for tag in pool["tags"])
+    return SharedPool(str(pool["name"]), int(pool["resident_bytes"]), users, mapped_by, tags)

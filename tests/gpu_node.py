@@ -16,6 +16,7 @@ import pytest
 
 from lull.agents.processes import find_by_environ
 from lull.agents.protocol.wire import AttemptSpec
+from lull.agents.settings import MEMORY_SERVICE_FLAGS
 from lull.vmm.cuda_driver import CudaDriver
 from tests import kept_nodes
 from tests.agent_node import MIB, AgentNode, EngineUnderTest
@@ -103,7 +104,10 @@ def gpu_machine(
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         fake.reset()
         CudaDriver.devices()  # the machine is there from the first use of its driver on
-        declared = [{"kind": "nvidia", "uuid": uuid} for uuid in uuids or [gpu_uuid(0)]]
+        has_service = any(MEMORY_SERVICE_FLAGS in engine.extra for engine in engines)
+        declared: list[dict[str, Any]] = [
+            {"kind": "nvidia", "uuid": uuid, "memory_service": has_service} for uuid in uuids or [gpu_uuid(0)]
+        ]
         machine = GpuMachine(folder, list(engines) or [EngineUnderTest()], declared)
         try:
             yield machine

@@ -158,7 +158,15 @@ EXPORTED Return nvmlInitWithFlags(unsigned flags)
 {
     (void)flags;
     const char *state = getenv("FAKE_CUDA_STATE");
+    pthread_mutex_lock(&lock);
+    if (budget && strcmp(folder, state ? state : "")) { /* another test's machine: as if this process had just begun */
+        munmap((void *)budget, sizeof(Budget));
+        budget = NULL;
+        initialized = 0;
+        memset(kept_count, 0, sizeof kept_count);
+    }
     snprintf(folder, sizeof folder, "%s", state ? state : "/nonexistent");
+    pthread_mutex_unlock(&lock);
     Return refused = enter(__func__, -1);
     if (refused && refused != UNINITIALIZED) return refused;
     char path[4096];

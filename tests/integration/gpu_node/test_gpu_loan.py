@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lull.agents.processes import environ_value
 from lull.agents.protocol.loans import LoanState, LoanStep
 from lull.agents.protocol.wire import GateState, StopAttempt
 from tests.agent_node import MIB, EngineUnderTest
@@ -90,6 +91,9 @@ async def test_a_job_runs_in_the_gpu_memory_of_an_engine_that_comes_back(machine
     async with machine.node() as node:
         before = await node.ask()
         assert before.status_code == 200
+        process = node.keeper().process_identity
+        assert process is not None
+        assert environ_value(process.pid, "CUDA_VISIBLE_DEVICES") == GPU  # of two
         held = node.keeper().device_bytes[GPU]
         assert held >= 10 * MIB
         # More than is free beside the engine.
