@@ -42,6 +42,16 @@ def serve(
     memory_service: Annotated[
         Path | None, typer.Option(metavar="SOCKET", help="Keep the weights in this memory service. [default: own]")
     ] = None,
+    kv_offload_host: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Host memory for blocks of the KV cache; emptied by a park, and stays held."),
+    ] = "0",
+    kv_offload_dir: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Folder for blocks of the KV cache; kept over a park.")
+    ] = None,
+    kv_offload_dir_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="The most that the folder may hold; the blocks used longest ago go.")
+    ] = "1GiB",
     threads: Annotated[int, typer.Option(help="Threads that compute.")] = 1,
     token_delay: Annotated[float, typer.Option(metavar="SECONDS", help="Wait after each token.")] = 0.0,
     fault: Annotated[
@@ -67,6 +77,9 @@ def serve(
             immutable=immutable,
             witness=witness,
             memory_service=memory_service,
+            kv_offload_host_bytes=checks.parse_bytes(kv_offload_host, "--kv-offload-host"),
+            kv_offload_dir=kv_offload_dir,
+            kv_offload_dir_bytes_max=checks.parse_bytes(kv_offload_dir_size, "--kv-offload-dir-size"),
             threads=threads,
             token_delay_seconds=token_delay,
             faults=parse_faults(fault or []),

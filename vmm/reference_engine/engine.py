@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from ..runtime import Runtime
 from ..service.errors import StaleLayout
 from ..service.pool import Piece, ServicePool
 from .faults import FaultyRuntime
+from .kv_offload import DiskTier, HostTier, KvOffload
 from .model import FLOAT_BYTES, Model, Shape
 from .settings import KV_CACHE_TAG, WEIGHTS_TAG, CudaDevice, EngineSettings
 from .staged import StagedModel
@@ -43,6 +44,7 @@ class Engine:
     weights_came: str = "loaded"  # or "attached"
     weights_seconds: float = 0.0  # that this took
     shared: ServicePool | None = None
+    offload: KvOffload | None = None
 
     def allocations(self) -> tuple[Allocation, ...]:
         return (*self.pool.allocations(), *(() if self.shared is None else self.shared.allocations()))
@@ -52,7 +54,30 @@ class Engine:
 
 
 def build_engine(settings: EngineSettings) -> Engine:
-    """Raises ValueError for sizes that make no model, OutOfDeviceMemory and OutOfHostMemory for lack of room."""
+    """Raises ValueError for sizes that make no model or block, OutOfDeviceMemory and OutOfHostMemory for no room."""
+    engine = _build(settings)
+    offload = _offload(settings, engine.model)
+    if offload is None:
+        return engine
+    engine.model.offload = offload
+    engine.runtime.on_release(lambda _tags: offload.empty_host(), tags={KV_CACHE_TAG})
+    return replace(engine, offload=offload)
+
+
+def _offload(settings: EngineSettings, model: Model) -> KvOffload | None:
+    host_bytes, directory = settings.kv_offload_host_bytes, settings.kv_offload_dir
+    if not host_bytes and directory is None:
+        return None
+    weights_name = f"{model.shape.weight_floats}-{settings.seed}"
+    disk = None
+    if directory is not None:
+        # A directory for each set of weights: no other block than its own is of any use to it.
+        disk = DiskTier(directory / weights_name, settings.kv_offload_dir_bytes_max, model.block_bytes)
+    host = HostTier(host_bytes, model.block_bytes) if host_bytes else None
+    return KvOffload(weights_name, host, disk)
+
+
+def _build(settings: EngineSettings) -> Engine:
     torch.set_num_threads(settings.threads)  # the last bits of a sum depend on it
     shape = Shape.for_bytes(settings.weights_bytes)
     driver: Driver

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -103,6 +104,13 @@ class _Layer:
     mlp_out: Tensor
 
 
+class BlockStore(Protocol):
+    """Where blocks of the KV cache may be kept; each is PREFILL_TOKENS tokens at the end of a prompt."""
+
+    def load(self, prompt: Sequence[int]) -> bytes | memoryview | None: ...
+    def save(self, prompt: Sequence[int], block: bytes) -> None: ...
+
+
 class Model:
     """Views into ``weights`` and ``kv_cache``; fill_weights writes the first, generate uses both.
 
@@ -114,6 +122,8 @@ class Model:
             raise ValueError(f"weights: need {shape.weight_floats} float32, got {tuple(weights.shape)} {weights.dtype}")
         self.shape = shape
         self.weights = weights
+        self.offload: BlockStore | None = None
+        self.cached_tokens = 0  # of the last prompt, that came from there
         self.context_tokens = kv_cache.numel() * FLOAT_BYTES // shape.kv_bytes_per_token
         if self.context_tokens < 1:
             raise ValueError(
@@ -163,20 +173,46 @@ class Model:
     def generate(self, prompt: Sequence[int], choose: Callable[[Tensor], int]) -> Iterator[Token | None]:
         """Tokens without end, or until the context is full; None after each chunk of the prompt but the last.
 
-        Everything a token depends on is computed here from ``prompt``: what was in the KV cache before
-        is overwritten before it is read, so losing it in a park changes no answer.
+        Everything a token depends on is computed here from ``prompt``, or comes from the store of blocks: what was in
+        the KV cache before is overwritten before it is read, so losing it in a park changes no answer.
         """
         hidden = torch.zeros(1, self.shape.width)
+        self.cached_tokens = 0
         for begin in range(0, len(prompt), PREFILL_TOKENS):
             if begin:
                 yield None
-            hidden = self._forward(prompt[begin : begin + PREFILL_TOKENS], begin, carry=None)[-1:]
+            end = begin + PREFILL_TOKENS
+            is_last = end >= len(prompt)  # it is always computed: the first token follows from it
+            if not is_last and self._take_block(prompt[:end]):
+                continue
+            hidden = self._forward(prompt[begin:end], begin, carry=None)[-1:]
+            if not is_last and self.offload is not None:
+                self.offload.save(prompt[:end], self._block(begin).numpy().tobytes())
         for position in range(len(prompt), self.context_tokens + 1):
             logprobs = self._logprobs(hidden)
             token = choose(logprobs)
             yield Token(token, float(logprobs[token]))
             if position < self.context_tokens:
                 hidden = self._forward([token], position, carry=hidden)
+
+    @property
+    def block_bytes(self) -> int:
+        return PREFILL_TOKENS * self.shape.kv_bytes_per_token
+
+    def _block(self, begin: int) -> Tensor:
+        cut = slice(begin, begin + PREFILL_TOKENS)
+        return torch.stack((self._keys[:, :, cut], self._values[:, :, cut]))
+
+    def _take_block(self, prompt: Sequence[int]) -> bool:
+        """Puts the last block of ``prompt`` into the KV cache, if it is kept somewhere."""
+        block = None if self.offload is None else self.offload.load(prompt)
+        if block is None:
+            return False
+        begin = len(prompt) - PREFILL_TOKENS
+        kept = torch.frombuffer(bytearray(block), dtype=torch.float32).view(self._block(begin).shape)
+        self._keys[:, :, begin : len(prompt)], self._values[:, :, begin : len(prompt)] = kept[0], kept[1]
+        self.cached_tokens += PREFILL_TOKENS
+        return True
 
     def _forward(self, tokens: Sequence[int], position: int, carry: Tensor | None) -> Tensor:
         states = self._code[list(tokens)] @ self._embedding + self._start + self._positions(position, len(tokens))

@@ -195,11 +195,12 @@ class AnswerFormat:
     created: int
     ask: Ask
 
-    def whole(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def whole(self, tokens: Sequence[Token], cached_tokens: int | None = None) -> dict[str, Any]:
+        """``cached_tokens``: of the prompt, where the engine keeps any."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length", **self._tokens(tokens)}
         text = _text(tokens)
         choice |= {"message": {"role": "assistant", "content": text}} if self.ask.chat else {"text": text}
-        return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage(len(tokens))}
+        return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage(len(tokens), cached_tokens)}
 
     def opening(self) -> bytes:
         """A chat stream begins with the role; a completion stream with its first token."""
@@ -214,11 +215,12 @@ class AnswerFormat:
         choice |= {"delta": {"content": token.text}} if self.ask.chat else {"text": token.text}
         return sse({**self._head("chat.completion.chunk"), "choices": [choice]})
 
-    def closing(self, count: int) -> bytes:
+    def closing(self, count: int, cached_tokens: int | None = None) -> bytes:
         done = b"data: [DONE]\n\n"
         if not self.ask.stream_usage:
             return done
-        return sse({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage(count)}) + done
+        usage = self._usage(count, cached_tokens)
+        return sse({**self._head("chat.completion.chunk"), "choices": [], "usage": usage}) + done
 
     def _head(self, chat_object: str) -> dict[str, Any]:
         kind = chat_object if self.ask.chat else "text_completion"
@@ -243,9 +245,16 @@ class AnswerFormat:
             "top_logprobs": None,
         }
 
-    def _usage(self, count: int) -> dict[str, int]:
+    def _usage(self, count: int, cached_tokens: int | None) -> dict[str, Any]:
         prompt = len(self.ask.prompt)
-        return {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": count,
+            "total_tokens": prompt + count,
+        }
+        if cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+        return usage
 
 
 def sse(content: object) -> bytes:

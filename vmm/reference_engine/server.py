@@ -142,7 +142,10 @@ class Routes:
         finally:
             watch.cancel()
         line.ended(served=len(tokens) == generation.tokens_max)
-        return JSONResponse(answer_format.whole(tokens))
+        return JSONResponse(answer_format.whole(tokens, self._cached(generation)))
+
+    def _cached(self, generation: Generation) -> int | None:
+        return None if self._engine.offload is None else generation.cached_tokens
 
     async def _stream(
         self, generation: Generation, answer_format: AnswerFormat, line: WitnessLine
@@ -155,7 +158,7 @@ class Routes:
                 count += 1
                 yield answer_format.chunk(token, last=count == generation.tokens_max)
             line.ended(served=True)
-            yield answer_format.closing(count)
+            yield answer_format.closing(count, self._cached(generation))
         except EngineStopping as error:
             yield sse(error_body(str(error), kind="overloaded_error"))  # the status line is long gone
 
@@ -238,6 +241,8 @@ def serve_engine(settings: EngineSettings) -> None:
         witness = Witness(settings.witness)
         stack.callback(witness.close)
         engine = build_engine(settings)
+        if engine.offload is not None:
+            stack.callback(engine.offload.close)
         worker = Worker(engine.model, token_delay_seconds=settings.token_delay_seconds)
         config = uvicorn.Config(
             engine_app(settings, engine, worker, witness),
@@ -304,4 +309,6 @@ def _announce(settings: EngineSettings, engine: Engine, listener: socket.socket)
         "weights_seconds": round(engine.weights_seconds, 4),
         "ready_seconds": round(_process_age_seconds(), 3),
     }
+    if engine.offload is not None and engine.offload.host is not None:
+        shown["kv_offload_host_bytes"] = engine.offload.host.held_bytes
     print(json.dumps(shown), flush=True)  # noqa: T201  the one line for whoever started us

@@ -19,6 +19,7 @@ from .faults import OF_OWN_WEIGHTS, FaultPlan
 WEIGHTS_TAG: Final = "model_weights"
 KV_CACHE_TAG: Final = "kv_cache"
 DEFAULT_MODES: Final[Mapping[str, RestoreMode]] = {WEIGHTS_TAG: RestoreMode.CPU, KV_CACHE_TAG: RestoreMode.NONE}
+KV_OFFLOAD_DIR_BYTES: Final = 1 << 30
 KEY_ENVIRONMENT_NAME: Final = "LULL_ENGINE_CONTROL_KEY"
 
 _CUDA_UUIDS: Final = ("GPU-", "MIG-")
@@ -49,6 +50,9 @@ class EngineSettings:
     threads: int = 1
     token_delay_seconds: float = 0.0
     memory_service: Path | None = None  # its socket; the weights live there
+    kv_offload_host_bytes: int = 0  # 0: no such tier
+    kv_offload_dir: Path | None = None
+    kv_offload_dir_bytes_max: int = KV_OFFLOAD_DIR_BYTES
     faults: FaultPlan
 
     def __post_init__(self) -> None:
@@ -61,6 +65,11 @@ class EngineSettings:
         if self.memory_service is not None:
             unfit = sorted(OF_OWN_WEIGHTS & self.faults.keys())
             _require(not unfit, f"--fault {', '.join(unfit)} does not work on weights in a --memory-service")
+        _require(self.kv_offload_host_bytes >= 0, "--kv-offload-host is below 0")
+        _require(self.kv_offload_dir_bytes_max > 0, "--kv-offload-dir-size is 0; leave --kv-offload-dir out instead")
+        offloads = self.kv_offload_host_bytes > 0 or self.kv_offload_dir is not None
+        on_host = isinstance(self.device, HostDevice)
+        _require(on_host or not offloads, "--kv-offload-host and --kv-offload-dir are for a host-memory device")
         mode = self.restore_modes[WEIGHTS_TAG]
         _require(
             mode in KEEPS_CONTENTS,

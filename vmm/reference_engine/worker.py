@@ -43,6 +43,7 @@ class Generation:
         self.tokens_max = tokens_max
         self.choose = choose
         self.cancelled = threading.Event()
+        self.cached_tokens = 0  # of the prompt, once the first token is there
         self._loop = asyncio.get_running_loop()
         self._answer: asyncio.Queue[Token | Exception | None] = asyncio.Queue()  # never more than tokens_max + 1
         self._admission = ExitStack()
@@ -122,6 +123,7 @@ class Worker:
             token = next(tokens)
             if token is None:  # a part of the prompt is done
                 continue
+            generation.cached_tokens = self._model.cached_tokens
             generation.put(token)
             left -= 1
             if left and self._token_delay_seconds:
