@@ -23,6 +23,7 @@ _STATE_VERSION: Final = "1"
 # srv_admin_state
 _FORCED_MAINT: Final = 0x01
 _FORCED_DRAIN: Final = 0x08
+_WAS_DISABLED_BY_FILE: Final = 0x04  # stays when the server is made ready: it says where a maintenance came from
 # srv_op_state
 _STARTING: Final = 1  # slow start: it takes requests
 _RUNNING: Final = 2
@@ -50,7 +51,7 @@ class ServerState:
 
     @property
     def is_open(self) -> bool:
-        return self.admin_state == 0 and self.op_state in (_STARTING, _RUNNING)
+        return not self.admin_state & ~_WAS_DISABLED_BY_FILE and self.op_state in (_STARTING, _RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
