@@ -1,20 +1,28 @@
-"""An engine sleeps without a job, on real memory, with no scheduler in sight: what wakes it, and what it answers then."""
+"""An engine sleeps without a job, on real memory, with no scheduler in sight: what wakes it, what it answers then."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from lull.agents.journal import boottime
 from lull.agents.protocol.loans import LoanState, LoanStep
-from lull.agents.protocol.wire import OpenLoan, RecallLoan, StartAttempt, WithoutJob
+from lull.agents.protocol.wire import OpenLoan, RecallLoan, SetRestoreBy, StartAttempt, WithoutJob
 from tests.agent_node import AgentNode, EngineUnderTest, agent_node
 
 STATES = ["draining", "parking", "settling", "lent", "recalling", "waking", "verifying", "closed"]
+
+
+def sleeper(**policy: Any) -> EngineUnderTest:
+    """On a machine that is busy with other tests a look at all processes may take its time."""
+    return EngineUnderTest(policy={"settle_seconds_max": 30, **policy})
 
 
 async def park(node: AgentNode, *, loan_id: str = "loan-1", epoch: int = 1, **terms: Any) -> None:
@@ -41,7 +49,7 @@ async def asleep(node: AgentNode, loan_id: str = "loan-1") -> None:
 
 
 async def test_a_request_wakes_the_engine_and_is_answered(tmp_path: Path) -> None:
-    async with agent_node(tmp_path) as node:
+    async with agent_node(tmp_path, sleeper()) as node:
         before = (await node.ask()).json()["choices"]
         await park(node)
         await asleep(node)
@@ -71,19 +79,229 @@ def _seconds_since(node: AgentNode, step: LoanStep) -> float:
     return boottime() - _at(node, step)
 
 
-async def test_it_ends_by_its_time_and_by_an_operator(tmp_path: Path) -> None:
-    async with agent_node(tmp_path) as node:
+async def test_its_time_goes_on_while_no_agent_lives(tmp_path: Path) -> None:
+    async with agent_node(tmp_path, sleeper()) as node:
         before = (await node.ask()).json()["choices"]
-        await park(node, until_seconds=1.0)
+        await park(node, until_seconds=500.0)
+        await asleep(node)
+        assert node.daemon is not None
+        accepted = _at(node, LoanStep.ACCEPTED)
+        assert node.daemon.loans["loan-1"].restore_by_boottime == pytest.approx(accepted + 500.0, abs=1.0)
+        await node.order(SetRestoreBy(loan_id="loan-1", restore_by_seconds=3.0))
+        due = node.daemon.loans["loan-1"].restore_by_boottime
+        assert due is not None
+        await node.crash()
+        await node.start()
         await node.until_closed()
         assert node.states() == STATES
-        assert _at(node, LoanStep.ROOM_PROVED) - _at(node, LoanStep.ACCEPTED) >= 1.0
-        codes = [one["reason"] and one["reason"]["code"] for one in node.reports("loan_changed")]
-        assert codes[4] == "ForOver"
-        await park(node, loan_id="loan-2", epoch=2)
-        await asleep(node, "loan-2")
-        await node.order(RecallLoan(loan_id="loan-2", reason="Resumed"))
-        await node.until_closed("loan-2")
-        assert node.states("loan-2") == STATES
+        woken = _at(node, LoanStep.ROOM_PROVED)
+        assert due <= woken < accepted + 500, "the rest of the time, not all of it anew"
+        assert [one["reason"] and one["reason"]["code"] for one in node.reports("loan_changed")][4] == "ForOver"
+        assert node.steps().count(LoanStep.PARK_SENT) == 1
+        assert (await node.ask()).json()["choices"] == before
+
+
+async def test_an_operator_ends_it(tmp_path: Path) -> None:
+    async with agent_node(tmp_path, sleeper()) as node:
+        before = (await node.ask()).json()["choices"]
+        await park(node)
+        await asleep(node)
+        await node.order(RecallLoan(loan_id="loan-1", reason="Resumed"))
+        await node.until_closed()
+        assert node.states() == STATES
         assert (await node.ask()).json()["choices"] == before
         assert node.reports("request_answered") == [], "nobody waited"
+
+
+async def test_resumed_and_asked_at_once_it_wakes_once(tmp_path: Path) -> None:
+    async with agent_node(tmp_path, sleeper()) as node:
+        before = (await node.ask()).json()["choices"]
+        await park(node)
+        await asleep(node)
+        resume = node.order(RecallLoan(loan_id="loan-1", reason="Resumed"))
+        replies = await asyncio.gather(node.ask(), resume, node.ask())
+        assert [one.json()["choices"] for one in (replies[0], replies[2])] == [before, before]
+        await node.until_closed()
+        assert node.steps().count(LoanStep.RESUME_SENT) == 1
+        assert node.states() == STATES
+
+
+async def test_a_request_that_comes_while_it_drains_ends_it_before_anything_is_released(tmp_path: Path) -> None:
+    engine = EngineUnderTest(extra=["--token-delay", "0.3"], policy={"canary": {"tokens": 1}, "settle_seconds_max": 30})
+    async with agent_node(tmp_path, engine) as node:
+        slow = asyncio.create_task(node.ask())
+        keeper = node.keeper()
+
+        async def in_flight() -> bool:
+            return (await keeper.gate.observe(keeper.engine_id)).in_flight == 1
+
+        await node.until(in_flight, "a request is in flight")
+        await park(node)
+        await node.until(lambda: LoanStep.GATE_CLOSED in node.steps(), "the gate is closed")
+        late = asyncio.create_task(node.ask())
+        await node.until_closed()
+        assert (await slow).json()["choices"] == (await late).json()["choices"]
+        assert node.states() == ["draining", "closed"]
+        assert LoanStep.PARK_SENT not in node.steps()
+
+
+async def test_where_no_request_may_wake_it_requests_wait_as_in_any_loan(tmp_path: Path) -> None:
+    async with agent_node(tmp_path, sleeper()) as node:
+        before = (await node.ask()).json()["choices"]
+        await park(node, wake_on_request=False)
+        await asleep(node)
+        held = asyncio.create_task(node.ask())
+        keeper = node.keeper()
+
+        async def waiting() -> bool:
+            return (await keeper.gate.observe(keeper.engine_id)).held == 1
+
+        await node.until(waiting, "the request waits")
+        # As long as it takes to be noticed where it counts, and longer.
+        await node.until(lambda: _seconds_since(node, LoanStep.SETTLED) > 1.0, "a second")
+        assert node.state() is LoanState.LENT
+        await node.order(RecallLoan(loan_id="loan-1", reason="Resumed"))
+        assert (await held).json()["choices"] == before
+        await node.until_closed()
+
+
+async def test_a_gate_that_refuses_is_opened_by_the_first_that_it_refused(tmp_path: Path) -> None:
+    async with agent_node(tmp_path, sleeper(gate="refuse")) as node:
+        await park(node)
+        await asleep(node)
+        assert (await node.ask()).status_code == 503
+        await node.until_closed()
+        assert node.states() == STATES
+        assert (await node.ask()).status_code == 200
+
+
+async def test_a_job_runs_in_the_sleep_and_a_request_waits_for_its_end(tmp_path: Path) -> None:
+    async with agent_node(tmp_path, sleeper()) as node:
+        before = (await node.ask()).json()["choices"]
+        await park(node)
+        await asleep(node)
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        job = node.job([sys.executable, "-c", f"print('up', flush=True); print(open({str(pipe)!r}).read())"])
+        await node.order(StartAttempt(loan_id="loan-1", attempt=job))
+        await node.until(lambda: node.log_of(job.attempt_id) == b"up\n", "the job runs")
+        held = asyncio.create_task(node.ask())
+        keeper = node.keeper()
+
+        async def waiting() -> bool:
+            return (await keeper.gate.observe(keeper.engine_id)).held == 1
+
+        await node.until(waiting, "the request waits")
+        assert node.state() is LoanState.LENT
+        pipe.write_text("down")
+        assert (await held).json()["choices"] == before
+        await node.until_closed()
+        end = node.attempt_end(job.attempt_id)
+        assert end is not None
+        assert (end["end"], end["exit_code"]) == ("exited", 0)
+        assert [one["reason"] and one["reason"]["code"] for one in node.reports("loan_changed")][4] == "Request"
+
+
+async def test_an_engine_that_keeps_its_memory_is_woken_again(tmp_path: Path) -> None:
+    engine = EngineUnderTest(faults=["keep-memory"], policy={"settle_seconds_max": 0.3})
+    async with agent_node(tmp_path, engine) as node:
+        await park(node)
+        await node.until_closed()
+        assert node.states() == ["draining", "parking", "settling", "waking", "verifying", "closed"]
+        reason = node.last_reason()
+        assert reason is not None
+        assert (reason["code"], "nothing became free" in reason["sentence"]) == ("HBMNotFreed", True)
+        assert (await node.ask()).status_code == 200
+
+
+RELEASING = [
+    LoanStep.GATE_CLOSING,
+    LoanStep.GATE_CLOSED,
+    LoanStep.IN_FLIGHT_ZERO,
+    LoanStep.PARK_SENT,
+    LoanStep.PARKED_SEEN,
+    LoanStep.SETTLED,
+]
+WAKING = [
+    LoanStep.ROOM_PROVED,
+    LoanStep.RESUME_SENT,
+    LoanStep.RUNNING_SEEN,
+    LoanStep.VERIFIED,
+    LoanStep.GATE_OPENING,
+    LoanStep.GATE_OPENED,
+    LoanStep.CLOSED,
+]
+
+
+def ask_in_a_thread(node: AgentNode) -> Future[httpx.Response]:
+    """A client that lives on when the agent, which is in this process, dies."""
+    url = f"http://127.0.0.1:{node.gateway_port}/v1/completions"
+    body = {"model": "alpha", "prompt": "hello", "max_tokens": 4, "temperature": 0}
+    pool = ThreadPoolExecutor(1)
+    asked = pool.submit(httpx.post, url, json=body, timeout=60, trust_env=False)
+    pool.shutdown(wait=False)
+    return asked
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("after", [*RELEASING, *WAKING])
+async def test_an_agent_that_dies_right_after_a_step_answers_who_waits(tmp_path: Path, after: LoanStep) -> None:
+    """The request comes while the engine is away, or just before; it is answered by whichever agent there is then."""
+    async with agent_node(tmp_path, sleeper()) as node:
+        before = (await node.ask()).json()["choices"]
+        assert node.daemon is not None
+        write, died = node.daemon.journal.write_step, list[LoanStep]()
+
+        def dies_after(loan_id: str, step: LoanStep, **given: Any) -> None:
+            write(loan_id, step, **given)
+            if step is after and not died:
+                died.append(step)
+                raise asyncio.CancelledError  # nothing more is done by whoever took the step
+
+        node.daemon.journal.write_step = dies_after  # type: ignore[method-assign]
+        await park(node)
+        asked: Future[httpx.Response] | None = None
+        if after in WAKING:
+            await asleep(node)
+            asked = ask_in_a_thread(node)
+        await node.until(lambda: died, f"the step {after}")
+        await node.crash()
+        await node.start()
+        answer = await asyncio.wrap_future(asked or ask_in_a_thread(node))
+        assert answer.json()["choices"] == before
+        await node.until_closed()
+        if asked is not None:
+            await node.until(lambda: node.reports("request_answered"), "the first byte is told, by the next agent")
+        assert node.steps().count(LoanStep.PARK_SENT) <= 1
+        assert all(line["state"] == "running" for line in node.witness())
+
+
+async def test_an_idle_engine_is_told_of_while_host_memory_is_short(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+
+    def available(kib: int) -> None:
+        """As the kernel writes it; changed in one step, since the agent reads it at any time."""
+        draft = tmp_path / "meminfo.new"
+        draft.write_text(f"MemTotal:       99999999 kB\nMemFree:        1 kB\nMemAvailable:   {kib} kB\n")
+        draft.replace(meminfo)
+
+    available(400 << 10)
+    engine = sleeper(on_pressure=True, pressure_free_bytes_min="200MiB", idle_seconds_min=0.5)
+    async with agent_node(tmp_path, engine, meminfo_file=meminfo, engine_poll_seconds=0.05) as node:
+        before = (await node.ask()).json()["choices"]
+        assert node.keeper().pressure is None
+        available(100 << 10)
+        await node.until(lambda: node.keeper().pressure is not None, "the pressure is told")
+        told = node.reports("engine_changed")[-1]["pressure"]
+        assert told == {"available_bytes": 100 << 20, "bound_bytes": 200 << 20, "idle_seconds_min": 0.5}
+        # The scheduler's answer. The next request ends the sleep; the engine has to be idle anew, and for longer.
+        await park(node, wanted_by="pressure")
+        await asleep(node)
+        assert node.keeper().pressure is None
+        assert (await node.ask()).json()["choices"] == before
+        await node.until_closed()
+        await node.until(lambda: node.keeper().pressure is not None, "it is idle anew")
+        told = node.reports("engine_changed")[-1]["pressure"]
+        assert told["idle_seconds_min"] in (0.5, 1.0)
+        available(400 << 10)
+        await node.until(lambda: node.keeper().pressure is None, "there is room again")
