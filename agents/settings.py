@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from .checkpoint_settings import CudaCheckpointOptions, checkpoint_fault
 from .device_settings import DeviceSettings, devices_fault, engine_devices_fault
 from .gates.sections import AgentGates, EngineGate
 from .protocol.capabilities import loses_weights, refusal
@@ -54,13 +55,14 @@ class EngineSettings(EngineGate):
     device_indexes: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=64)]
     control_key_file: FilePath | None = None  # trtllm signs with it; sglang's admin_api_key
     api_key_file: FilePath | None = None  # sent as a bearer token where the engine wants one
-    health_path: Annotated[str, Field(pattern=r"^/[!-~]*$", max_length=200)] = "/health"  # process, command
+    health_path: Annotated[str, Field(pattern=r"^/[!-~]*$", max_length=200)] = "/health"  # where a kind has no own
     # kind "command": the operator's own, each an argv.
     park_command: Argv | None = None
     resume_command: Argv | None = None
     observe_command: Argv | None = None
     observe_seconds_max: Seconds = 10.0
     vllm: VllmOptions = Field(default_factory=VllmOptions)
+    cuda_checkpoint: CudaCheckpointOptions = Field(default_factory=CudaCheckpointOptions)
     # None: attached, somebody else runs it.
     command: Annotated[list[str], Field(min_length=1)] | None = None
     env: dict[str, str] = Field(default_factory=dict)
@@ -68,10 +70,10 @@ class EngineSettings(EngineGate):
     stop_seconds_max: Seconds = 30.0
     policy: EnginePolicy = Field(default_factory=EnginePolicy)
     policy_locked: bool = False
-
-    @model_validator(mode="before")
     # Park and wake it before it first serves, each way worth knowing, to learn what that frees and costs.
     trial_park: bool = False
+
+    @model_validator(mode="before")
     @classmethod
     def _name_restore_modes(cls, value: Any) -> Any:
         """A policy without restore modes gets those that are usual for the kind."""
@@ -99,6 +101,8 @@ class EngineSettings(EngineGate):
                 " without it the policy's restore_modes could not be obeyed"
             )
         self.check_gate(self.kind)
+        if fault := checkpoint_fault(self.kind, self.command, self.cuda_checkpoint):
+            raise ValueError(fault)
         if len(set(self.device_indexes)) != len(self.device_indexes):
             raise ValueError("device_indexes: each device once")
         unable = refusal(known_capabilities(self.kind), self.policy)

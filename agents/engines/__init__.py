@@ -46,6 +46,10 @@ def make_adapter(settings: EngineSettings, ledger: Ledger, outside: EngineOutsid
             from .ollama import OllamaAdapter
 
             return OllamaAdapter(url, model)
+        case "cuda-checkpoint":
+            from .cuda_checkpoint import CudaCheckpointAdapter
+
+            return CudaCheckpointAdapter(settings, ledger, outside)
         case "process":
             from .process import ProcessAdapter
 

@@ -20,7 +20,7 @@ class Ledger:
     """``incarnation`` tells the process that runs now; None while none does."""
 
     def __init__(self, path: Path, incarnation: Callable[[], str | None] = lambda: None) -> None:
-        self._path = path
+        self.path = path
         self.incarnation = incarnation
         self._data: dict[str, Any] = read_json(path)
 
@@ -34,7 +34,7 @@ class Ledger:
     def write(self, **values: Any) -> None:
         """Adds ``values``, durably. Raises OSError with the old ones kept: then the call must not be made."""
         data = {**self.read(), **values, _OWNER: self.incarnation()}
-        replace_json(self._path, data, flush=True)
+        replace_json(self.path, data, flush=True)
         self._data = data
 
     def intend(self, **values: Any) -> None:
@@ -47,5 +47,5 @@ class Ledger:
     def clear(self) -> None:
         """The engine is as it was started. A file that cannot be written keeps the old word, which is the safe one."""
         data = {_OWNER: self.incarnation()}
-        replace_json(self._path, data, flush=True)
+        replace_json(self.path, data, flush=True)
         self._data = data

@@ -19,6 +19,10 @@ class EngineOutside(Protocol):
         """None for an engine that somebody else runs."""
         ...
 
+    def pids(self) -> set[int]:
+        """Its own pid and those of its descendants; empty while it has no process."""
+        ...
+
     async def held_bytes(self) -> dict[str, int]:
         """Bytes that its processes hold now on each of its devices, by device id."""
         ...

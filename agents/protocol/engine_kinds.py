@@ -6,11 +6,20 @@ from typing import Final, Literal
 
 from ...vmm.tags import RestoreMode
 from .capabilities import Capabilities, trtllm_capabilities
-from .other_engines import COMMAND, LLAMA_SERVER, LMDEPLOY, OLLAMA, PROCESS, SGLANG
+from .other_engines import COMMAND, CUDA_CHECKPOINT, LLAMA_SERVER, LMDEPLOY, OLLAMA, PROCESS, SGLANG
 from .vllm_engines import VLLM, VLLM_METAL
 
 EngineKind = Literal[
-    "trtllm", "vllm", "vllm-metal", "sglang", "lmdeploy", "llama-server", "ollama", "process", "command"
+    "trtllm",
+    "vllm",
+    "vllm-metal",
+    "sglang",
+    "lmdeploy",
+    "llama-server",
+    "ollama",
+    "cuda-checkpoint",
+    "process",
+    "command",
 ]
 
 # True where restore modes are flags of the engine's start; else they are chosen at every park.
@@ -22,6 +31,7 @@ MODES_ARE_FLAGS: Final[dict[str, bool]] = {
     "lmdeploy": False,
     "llama-server": False,
     "ollama": False,
+    "cuda-checkpoint": False,
     "process": False,
     "command": False,
 }
@@ -39,6 +49,7 @@ _KNOWN: Final[dict[str, Capabilities]] = {
     "lmdeploy": LMDEPLOY,
     "llama-server": LLAMA_SERVER,
     "ollama": OLLAMA,
+    "cuda-checkpoint": CUDA_CHECKPOINT,
     "process": PROCESS,
     "command": COMMAND,
 }

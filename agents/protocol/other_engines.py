@@ -34,6 +34,14 @@ LMDEPLOY: Final = Capabilities(
     notes=["/sleep ends the requests that run: the gate is drained first"],
 )
 
+CUDA_CHECKPOINT: Final = Capabilities(
+    engine="a CUDA program, by the driver's checkpoints",
+    # The driver takes all that a process has on the GPU, whatever it is, and keeps it in host memory.
+    plans=[ParkPlan(name="checkpoint", modes={MODEL_WEIGHTS: [RestoreMode.CPU], KV_CACHE: [RestoreMode.CPU]})],
+    tells_tags=False,
+    notes=["all of its GPU memory lies in host memory meanwhile, the KV cache too"],
+)
+
 SGLANG: Final = Capabilities(
     engine="SGLang",
     plans=[

@@ -16,6 +16,9 @@ from lull.agents.settings import RESTORE_MODE_FLAGS, EngineSettings
 from lull.vmm.host_device import HostDevice
 from tests.agent_node import free_port
 from tests.engines.spawned import HERE, MIB, ROOT, stand_in_command
+from tests.fake_cuda.account import bytes_by_pid
+from tests.fake_cuda.library import environment
+from tests.fake_nvml.library import gpu_uuid
 from tests.waiting import wait_until_async
 
 WEIGHTS_MIB: Final = 4
@@ -36,6 +39,7 @@ class Kind:
     signs: bool = False
     asks: bool = True
     starts_parked: bool = False
+    on_cuda: bool = False  # its memory is on a device of the fake CUDA driver
 
 
 _VLLM: Final = ("--enable-sleep-mode", "--version")
@@ -66,6 +70,7 @@ KINDS: Final = (
     Kind("lmdeploy", "lmdeploy", "lmdeploy_server.py", ("--backend", "pytorch")),
     Kind("llama-server", "llama-server", "llama_server.py", starts_parked=True),
     Kind("ollama", "ollama", "ollama_server.py", starts_parked=True),
+    Kind("cuda-checkpoint", "cuda-checkpoint", "cuda_server.py", asks=False, on_cuda=True),
     Kind("process", "process", "plain_server.py", asks=False),
     Kind("command", "command", "lmdeploy_server.py", settings=_COMMANDS, asks=False),
 )
@@ -78,12 +83,16 @@ class Rig:
         self.kind = kind
         self.root = root
         self.device = HostDevice.create(root / "device", capacity_bytes=16 * MIB)
+        self.cuda = root / "cuda"
+        self.cuda.mkdir(exist_ok=True)
         self.key_file = root / "key"
         self.key_file.write_text("0123456789abcdef0123456789abcdef")
         self.key_file.chmod(0o600)
         self.port = free_port()
         self.settings = self.settings_at(self.port)
-        self.process = EngineProcess(root / "engine", f"contract-{kind.name}", self.settings)
+        self.process = EngineProcess(
+            root / "engine", f"contract-{kind.name}", self.settings, cuda_visible=gpu_uuid(0) if kind.on_cuda else ""
+        )
         (root / "faults.json").write_text("[]")
 
     def settings_at(self, port: int) -> EngineSettings:
@@ -94,7 +103,7 @@ class Rig:
             "models": ["small"],
             "url": f"http://127.0.0.1:{port}",
             "device_indexes": [0],
-            "env": {"PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1"},
+            "env": {"PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1", **self.cuda_environment()},
             "stop_seconds_max": 5,
             **{key: self._with_root(value) for key, value in kind.settings.items()},
         }
@@ -107,6 +116,10 @@ class Rig:
             command = stand_in_command(kind.script, self.root, self.device.path, port, *kind.flags)
         return EngineSettings.model_validate({**fields, "command": command})
 
+    def cuda_environment(self) -> dict[str, str]:
+        """A device of 16 MiB for those that live on one. The agent has to have it too."""
+        return environment(self.cuda, granules=256) if self.kind.on_cuda else {}
+
     def _with_root(self, value: Any) -> Any:
         if not isinstance(value, list):
             return value
@@ -117,7 +130,13 @@ class Rig:
         known = self.process.process if self.process.alive else None
         return None if known is None else f"{known.boot_id}:{known.pid}:{known.start_ticks}"
 
+    def pids(self) -> set[int]:
+        return self.process.pids()
+
     async def held_bytes(self) -> dict[str, int]:
+        if self.kind.on_cuda:
+            held = bytes_by_pid(self.cuda)
+            return {"cuda": sum(held.get(pid, 0) for pid in self.pids())}
         facts = HostMemoryProbe({self.device.uuid: self.device.capacity_bytes}).look()
         return {self.device.uuid: facts[self.device.uuid].bytes_of(self.process.pids())}
 

@@ -45,9 +45,12 @@ class Spawned:
         known = identity(self.child.pid) if self.child.poll() is None else None
         return None if known is None else f"{known.boot_id}:{known.pid}:{known.start_ticks}"
 
+    def pids(self) -> set[int]:
+        return {self.child.pid, *descendants(self.child.pid)}
+
     async def held_bytes(self) -> dict[str, int]:
         facts = HostMemoryProbe({self.device.uuid: self.device.capacity_bytes}).look()
-        pids = {self.child.pid, *descendants(self.child.pid)}
+        pids = self.pids()
         return {self.device.uuid: facts[self.device.uuid].bytes_of(pids)}
 
     def held_mib(self) -> float:

@@ -24,7 +24,7 @@ from tests.waiting import wait_until_async
 
 CANARY = CanaryPolicy(deadline_seconds=10)
 CALL_SECONDS = 10.0
-QUICK_KINDS = [kind for kind in KINDS if kind.name in ("vllm 0.33", "sglang", "process")]
+QUICK_KINDS = [kind for kind in KINDS if kind.name in ("vllm 0.33", "sglang", "process", "cuda-checkpoint")]
 MORE_KINDS = [kind for kind in KINDS if kind not in QUICK_KINDS]
 ONE_OF_EACH = [next(kind for kind in KINDS if kind.kind == name) for name in dict.fromkeys(k.kind for k in KINDS)]
 
@@ -47,9 +47,13 @@ async def settled(rig: Rig, *states: EngineState) -> Observation:
 @pytest.mark.parametrize(
     "kind", [*QUICK_KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in MORE_KINDS)], ids=_name
 )
-async def test_parks_wakes_and_is_known_again_by_the_next_agent(tmp_path: Path, kind: Kind) -> None:
+async def test_parks_wakes_and_is_known_again_by_the_next_agent(
+    tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every line asks an adapter of its own: all that one knows is written down or told by the engine."""
     rig = Rig(kind, tmp_path)
+    for name, value in rig.cuda_environment().items():
+        monkeypatch.setenv(name, value)
     policy = rig.settings.policy
     try:
         await _start(rig)

@@ -22,6 +22,9 @@ class Outside:
     incarnation: str | None = "boot:4711:9"
     process: EngineProcess | None = None
 
+    def pids(self) -> set[int]:
+        return set()
+
     async def held_bytes(self) -> dict[str, int]:
         return {}
 

@@ -42,6 +42,7 @@ def load(tmp_path: Path, text: str) -> EngineSettings:
         ('kind = "llama-server"\n', NONE),
         ('kind = "ollama"\n', NONE),
         ('kind = "process"\ncommand = ["serve"]\n', NONE),
+        ('kind = "cuda-checkpoint"\n', {"model_weights": "CPU", "kv_cache": "CPU"}),
         (f'kind = "command"\n{COMMANDS}', NONE),
         ('kind = "process"\ncommand = ["serve"]\n[engines.policy]\nwhen = "always"\n', NONE),
     ],
@@ -67,6 +68,22 @@ def test_each_kind_loads_with_its_usual_modes(tmp_path: Path, text: str, modes: 
             'restore_modes = { model_weights = "CPU", kv_cache = "NONE" }',
         ),
         ('kind = "process"\ncommand = ["serve"]\nhealth_path = "health"\n', "health_path: "),
+        (
+            'kind = "cuda-checkpoint"\n[engines.policy]\nrestore_modes = { kv_cache = "NONE" }\n',
+            'restore_modes = { model_weights = "CPU", kv_cache = "CPU" }',
+        ),
+        (
+            'kind = "cuda-checkpoint"\n[engines.cuda_checkpoint]\npids_from = "command"\n',
+            "cuda_checkpoint.pids_from: there is no command",
+        ),
+        (
+            'kind = "cuda-checkpoint"\n[engines.cuda_checkpoint]\nprocesses_max = 0\n',
+            "cuda_checkpoint.processes_max: ",
+        ),
+        (
+            'kind = "ollama"\n[engines.cuda_checkpoint]\nprocesses_max = 2\n',
+            "cuda_checkpoint: only for kind 'cuda-checkpoint'",
+        ),
     ],
 )
 def test_a_wrong_one_names_file_line_and_key(tmp_path: Path, text: str, says: str) -> None:
