@@ -16,10 +16,12 @@ async def answer_of(node: StandInNode) -> str:
 
 
 async def lend(node: StandInNode, number: int, *faults: str) -> str:
-    """Opens a loan for a job that ends at once and needs the engine's memory; the faults hold until the next one."""
+    """Opens a loan for a job that ends at once and needs the engine's memory on each of its devices; the faults hold
+    until the next one."""
     node.set_faults(*faults)
     loan_id = f"loan-{number}"
-    await node.open_loan(node.job(["true"], hbm_bytes=13 * MIB), loan_id=loan_id, epoch=number)
+    job = node.job(["true"], hbm_bytes=13 * MIB, device_ids=node.device_ids[: len(node.engines[0].devices)])
+    await node.open_loan(job, loan_id=loan_id, epoch=number)
     return loan_id
 
 

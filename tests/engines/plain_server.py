@@ -68,6 +68,7 @@ class Memory:
 
     def __init__(self, device: Path, sizes: dict[str, int], modes: dict[str, RestoreMode], seed: str) -> None:
         self.pool = Pool(HostDriver(HostDevice.open(device)), restore_modes=modes)
+        self.modes = modes
         self._sizes = sizes
         self._seed = seed
         self._kept: dict[str, Allocation] = {}
@@ -120,6 +121,10 @@ class StandIn:
         self.in_flight = 0
         self.hanging = threading.Event()  # never set: whoever waits for it hangs until the process ends
         self.memory = self.make_memory()
+        if options.second_device is not None:
+            from tests.engines.rank import RankedMemory
+
+            self.memory = RankedMemory(self.memory, options.second_device, self.has_fault)
         self.routes: dict[tuple[str, str], Callable[[Request], Reply]] = {
             ("GET", "/health"): lambda request: Reply.of_json(200, {"status": "ok"}),
             ("POST", "/v1/completions"): self.complete,
@@ -239,6 +244,7 @@ def options_of(*more: Callable[[argparse.ArgumentParser], Any]) -> argparse.Name
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--device", required=True)
+    parser.add_argument("--second-device", help="of a second rank, a process of its own")
     parser.add_argument("--model", default="small")
     parser.add_argument("--weights-mib", type=int, default=4)
     parser.add_argument("--kv-mib", type=int, default=2)

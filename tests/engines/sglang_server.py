@@ -14,6 +14,7 @@ from pathlib import Path
 from lull.vmm.errors import OutOfDeviceMemory
 from lull.vmm.tags import RestoreMode
 from tests.engines.plain_server import MIB, Memory, Replies, Reply, Request, StandIn, run
+from tests.engines.rank import RankDied
 
 TAGS = ("kv_cache", "weights", "cuda_graph")
 ADMIN_ROUTES = frozenset(
@@ -121,7 +122,10 @@ class SglangServer(StandIn):
         elif self.has_fault("half_free"):
             self.memory.pool.release([tag for tag in known if tag == "kv_cache"])
         else:
-            self.memory.pool.release(known)
+            try:
+                self.memory.pool.release(known)
+            except RankDied as error:
+                self.die(str(error))
 
     def _known(self, tags: list[str]) -> list[str]:
         """An unknown tag is nobody's memory: 200 and nothing freed."""
@@ -149,6 +153,8 @@ class SglangServer(StandIn):
                 self.memory.pool.resume(known)
             except OutOfDeviceMemory:
                 self.die("torch_memory_saver: CUresult error result=2")
+            except RankDied as error:
+                self.die(str(error))
             self.released -= set(known)
             self.resumed = True
 

@@ -33,7 +33,9 @@ class StandInNode(AgentNode):
         root.mkdir(exist_ok=True)
         self.set_faults(*engine.faults, name=engine.name)
         device = self.root / f"device{engine.devices[0]}"
-        flags = ("--model", engine.name, *engine.flags)
+        flags = ["--model", engine.name, *engine.flags]
+        if len(engine.devices) > 1:
+            flags += ["--second-device", str(self.root / f"device{engine.devices[1]}")]
         self.commands[engine.name] = stand_in_command(engine.script, root, device, engine.port, *flags)
         return {
             "name": engine.name,
@@ -73,8 +75,8 @@ class StandInNode(AgentNode):
 async def stand_in_node(
     root: Path, engine: StandInUnderTest, *, capacity_mib: int = 16, **settings: Any
 ) -> AsyncIterator[StandInNode]:
-    """A started node whose engine is verified and routed."""
-    node = StandInNode(root, [engine], [capacity_mib * MIB], **settings)
+    """A started node whose engine is verified and routed. Every device of it has ``capacity_mib``."""
+    node = StandInNode(root, [engine], [capacity_mib * MIB] * len(engine.devices), **settings)
     try:
         await node.start()
         if engine.attached:

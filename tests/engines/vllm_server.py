@@ -22,6 +22,7 @@ from typing import Any
 from lull.vmm.errors import OutOfDeviceMemory
 from lull.vmm.tags import RestoreMode
 from tests.engines.plain_server import MIB, Memory, Replies, Reply, Request, StandIn, run
+from tests.engines.rank import RankDied
 
 TAGS = ("weights", "kv_cache")
 
@@ -130,7 +131,11 @@ class VllmServer(StandIn):
                 self.paused_by_sleep = True
             elif self.in_flight:
                 self.die("CUDA error: an illegal memory access was encountered")
-            failed = self.release(level)
+            try:
+                failed = self.release(level)
+            except RankDied:
+                self.end_core()
+                failed = self.replies["dead_error"]
         if failed is not None:
             return failed
         if self.has_fault("core_dies_on_sleep"):
@@ -194,6 +199,9 @@ class VllmServer(StandIn):
                 self.map_again(tags)
             except OutOfDeviceMemory:
                 return self.replies["internal_error"]
+            except RankDied:
+                self.end_core()
+                return self.replies["dead_error"]
             self.asleep -= set(tags)
             self.woken = True
             if self.asleep and self.options.data_parallel_size > 1 and (0, 17) <= self.version < (0, 24):
@@ -276,8 +284,6 @@ class VllmServer(StandIn):
     def end_core(self) -> None:
         """The core is a process of its own: its memory goes with it, the front end stays."""
         self.dead = True
-        pool = self.memory.pool
-        pool.resume(pool.parked_tags())
         self.memory.free()
 
     # ---- inference --------------------------------------------------------------------------------------------
@@ -341,6 +347,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--speculative-config", default="")
     parser.add_argument("--data-parallel-size", type=int, default=1)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--kv-offloading-backend", default="")
 
 
