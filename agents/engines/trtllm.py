@@ -19,7 +19,7 @@ import httpx
 
 from ...vmm.lifecycle import MemoryState
 from ...vmm.signing import new_headers
-from ..errors import AgentError, EngineAuthRefused, EngineTimedOut, EngineUnreachable
+from ..errors import AgentError, EngineAuthRefused, EngineRefused, EngineTimedOut, EngineUnreachable
 from ..protocol.capabilities import Capabilities, trtllm_capabilities
 from ..protocol.policy import CanaryPolicy, EnginePolicy
 from ..protocol.wire import EngineState
@@ -28,6 +28,10 @@ from .completion import ask_completion
 from .http_call import accepted, call, is_our_fault
 
 _STATUS_SECONDS: Final = 10.0
+_INTERNAL_ERROR: Final = 500
+_DIVERGED: Final = "diverged across workers"
+# Ranks change one after the other, each within an acknowledgement's 30 s. What they disagree on for longer stays so.
+DIVERGED_SECONDS_MAX: Final = 35.0
 
 _STATES: Final = {
     MemoryState.RUNNING: EngineState.RUNNING,
@@ -46,6 +50,7 @@ class TrtllmAdapter:
         self._model = model
         self._key_file = key_file
         self._now = now
+        self._diverged_since: float | None = None
 
     async def aclose(self) -> None:
         """Nothing is kept open between calls."""
@@ -61,7 +66,8 @@ class TrtllmAdapter:
         try:
             reply = await self._control("GET", "/memory_status", None, _STATUS_SECONDS)
         except AgentError as error:
-            return Observation(EngineState.UNREACHABLE, detail=str(error), is_our_fault=is_our_fault(error))
+            return Observation(self._without_status(error), detail=str(error), is_our_fault=is_our_fault(error))
+        self._diverged_since = None
         skew = self._clock_skew(reply)
         try:
             body = reply.json()
@@ -73,6 +79,16 @@ class TrtllmAdapter:
             )
         # In `parking` and `failed` the engine's list of tags is not to be trusted.
         return Observation(state, tags if state is EngineState.PARKED else (), skew)
+
+    def _without_status(self, error: AgentError) -> EngineState:
+        """Failed once its ranks have disagreed for too long: nothing but a restart mends that."""
+        if not (isinstance(error, EngineRefused) and error.status == _INTERNAL_ERROR and _DIVERGED in str(error)):
+            self._diverged_since = None
+            return EngineState.UNREACHABLE
+        now = time.monotonic()
+        self._diverged_since = self._diverged_since or now
+        over = now - self._diverged_since >= DIVERGED_SECONDS_MAX
+        return EngineState.FAILED if over else EngineState.UNREACHABLE
 
     async def capabilities(self) -> Capabilities:
         return trtllm_capabilities()
