@@ -6,10 +6,14 @@ STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 # Two workers: a quiet core is a wasted one.
 PYTEST_ARGS ?= -n 2 --dist worksteal
+# Outside the checkout: it is large, and it outlives `make clean`.
+VLLM_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lull/vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check types mypy pyright format clean
+.PHONY: help demo test test-long test-vllm check types mypy pyright format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -25,6 +29,9 @@ test: $(TEST_STAMP)  ## Run all checks and all tests
 test-long: $(TEST_STAMP)  ## Run the tests that take minutes
 	./.ci/system-packages gcc postgres haproxy
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m long
+
+test-vllm: $(TEST_STAMP) $(VLLM_STAMP)  ## Run a real vLLM on the CPU through whole loans (first: 4 GB in 6 minutes)
+	LULL_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm
 
 check: $(TEST_STAMP)  ## Lint, types, import arrows
 	$(BIN)/ruff check .
@@ -63,4 +70,13 @@ $(TEST_STAMP): requirements/test.txt $(STAMP)
 	$(PIP) -r requirements/test.txt
 	./.ci/system-packages gcc
 	ls vmm/_torch_allocator*.so >/dev/null 2>&1 || $(PIP) --no-deps -e .
+	touch $@
+
+# lull.vmm goes in without what it needs elsewhere: it needs nothing there.
+$(VLLM_STAMP): requirements/vllm.txt requirements/torch.txt pyproject.toml
+	./.ci/system-packages venv gcc
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) -r requirements/torch.txt
+	$(VLLM_PIP) --no-deps -r requirements/vllm.txt
+	$(VLLM_PIP) --no-deps -e .
 	touch $@

@@ -78,7 +78,10 @@ class PoolSleep:
     # -- sleep and wake
 
     def park(self, level: int) -> None:
-        """Everything, at one of vLLM's sleep levels. What sleeps already stays as it is. Raises StepInFlight, and what `Pool.release` raises."""
+        """Everything, at one of vLLM's sleep levels. What sleeps already stays as it is.
+
+        Raises StepInFlight, and what `Pool.release` raises.
+        """
         tags = tuple(self.pool.bytes_by_tag())
         lost = lost_at(level, tags)
         for allocation in self.pool.allocations():
