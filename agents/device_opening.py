@@ -8,7 +8,7 @@ bus since.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from .device_settings import DeviceSettings
 from .errors import ConfigError
 from .node import Device
 from .node_files import read_json, replace_json
-from .probe_nvml import NvidiaDevice, Nvml, NvmlFailed, host_bytes
+from .probe_nvml import NvidiaDevice, Survey, host_bytes, survey
 from .settings import AgentSettings
 
 log = structlog.get_logger(__name__)
@@ -28,34 +28,6 @@ log = structlog.get_logger(__name__)
 RESERVE_SHARE: Final = 0.10  # of a unified machine's memory, unless the file says more or less
 RESERVE_SHARE_MIN: Final = 0.08
 _SURVEY_SECONDS_MAX: Final = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """The GPUs of the machine, or why they are not known."""
-
-    devices: dict[str, NvidiaDevice]
-    indexes: dict[int, str]
-    slices: dict[str, list[str]]  # of GPUs in MIG mode
-    failed: str | None = None
-
-
-def survey() -> Survey:
-    """Asks NVML about every GPU, and every slice. May hang with the driver."""
-    try:
-        nvml = Nvml()
-    except NvmlFailed as failed:
-        return Survey({}, {}, {}, str(failed))
-    found = Survey({}, {}, {})
-    for index, gpu in nvml.gpus():
-        found.indexes[index] = gpu
-        with contextlib.suppress(NvmlFailed):  # what does not answer is not there
-            if nvml.is_cut(gpu):
-                found.slices[gpu] = nvml.slices(gpu)
-            for uuid in [gpu, *found.slices.get(gpu, [])]:
-                found.devices[uuid] = nvml.device(uuid)
-    nvml.close()
-    return found
 
 
 def open_devices(settings: AgentSettings) -> list[Device]:

@@ -197,6 +197,34 @@ class Nvml:
             raise NvmlFailed(about, int(error.value), str(error)) from error
 
 
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The GPUs of the machine, or why they are not known."""
+
+    devices: dict[str, NvidiaDevice]
+    indexes: dict[int, str]
+    slices: dict[str, list[str]]  # of GPUs in MIG mode
+    failed: str | None = None
+
+
+def survey() -> Survey:
+    """Asks NVML about every GPU, and every slice. May hang with the driver."""
+    found = Survey({}, {}, {})
+    try:
+        nvml = Nvml()
+        for index, gpu in nvml.gpus():
+            found.indexes[index] = gpu
+            with contextlib.suppress(NvmlFailed):  # what does not answer is not there
+                if nvml.is_cut(gpu):
+                    found.slices[gpu] = nvml.slices(gpu)
+                for uuid in [gpu, *found.slices.get(gpu, [])]:
+                    found.devices[uuid] = nvml.device(uuid)
+        nvml.close()
+    except NvmlFailed as failed:
+        return Survey({}, {}, {}, str(failed))
+    return found
+
+
 class NvmlProbe:
     """Reads the devices given by UUID as (capacity, reserve) in bytes, one after the other. One thread uses it."""
 

@@ -1,8 +1,9 @@
 """All GPU tests by one command, without a network, in under 8 minutes: `python tests/gpu/run.py`.
 
 Needs Python 3.11, pytest, cuda-python, and an NVIDIA GPU that nobody else uses; the torch cases need a torch with CUDA
-and a C compiler, the NVML case nvidia-ml-py. The product is taken from this checkout unless it is installed. Ends in a
-table. Exit code 0: everything passed; 1: something failed; 3: nothing could be run, and why.
+and a C compiler, the NVML cases nvidia-ml-py, those of the agent's probe also pydantic. The product is taken from this
+checkout unless it is installed. Ends in a table. Exit code 0: everything passed; 1: something failed; 3: nothing could
+be run, and why.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ TEST_SECONDS_MAX = 90
 GROUPS = {
     "driver": ("tests/contract/vmm", 200.0),
     "nvml": ("tests/gpu/test_gpu_nvml.py", 90.0),
+    "probe": ("tests/gpu/test_gpu_probe.py", 60.0),
     "torch": ("tests/gpu/test_gpu_torch.py", 150.0),
     "speed": ("tests/gpu/test_gpu_speed.py", 120.0),
 }
-NEEDED_BY_GROUP = {"nvml": ("pynvml",), "torch": ("torch",)}
+NEEDED_BY_GROUP = {"nvml": ("pynvml",), "probe": ("pynvml", "pydantic"), "torch": ("torch",)}
 
 
 @dataclass
