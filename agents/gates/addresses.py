@@ -38,11 +38,11 @@ def _all_meanings(address: IPAddress) -> list[IPAddress]:
         return [address]
     if address.ipv4_mapped is not None:
         return [address.ipv4_mapped]
+    if address in _NAT64:
+        return [ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)]
     inside: list[IPAddress] = [address]
     if address.sixtofour is not None:
         inside.append(address.sixtofour)
     if address.teredo is not None:
         inside.extend(address.teredo)
-    if address in _NAT64:
-        inside.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
     return inside

@@ -1,0 +1,161 @@
+"""Whole loans behind gates of the other kinds: an agent that dies in the middle, and a gate that opens meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from httpx import ConnectError
+
+from lull.agents.protocol.loans import LoanStep
+from lull.agents.protocol.wire import GateState
+from tests.agent_node import AgentNode
+from tests.gates.kubernetes_server import NAMESPACE, TOKEN, FakePod, KubernetesServer
+from tests.gates.nodes import node_of
+from tests.gates.webhook_server import SECRET, WebhookServer
+from tests.waiting import wait_until_async
+
+WAITS_FOR_A_WORD = ["/bin/sh", "-c", 'echo up; read line < "$0"']
+
+
+class Pod:
+    """A pod of its own for the engine, as a daemon set's agent would meet it."""
+
+    async def start(self, folder: Path) -> dict[str, Any]:
+        self.server = KubernetesServer({"vllm": {"app": "vllm"}})
+        self.pod = self.server.add(FakePod("vllm-0", "uid-1", {"app": "vllm"}, ["lull.dev/serving"]))
+        await self.server.start()
+        (folder / "api-token").write_text(TOKEN)
+        section = {
+            "api_url": self.server.url,
+            "token_file": folder / "api-token",
+            "namespace": NAMESPACE,
+            "pod": "vllm-0",
+            "services": ["vllm"],
+            "condition": "lull.dev/serving",
+            "drain_grace_seconds": 0.1,
+            "propagation_seconds": 0.05,
+        }
+        return {"gate_kind": "kubernetes", "kubernetes": section}
+
+    @property
+    def is_open(self) -> bool:
+        return self.pod.ready
+
+    def open_by_itself(self) -> None:
+        self.pod.conditions["lull.dev/serving"] = "True"
+        self.server.changed(self.pod)
+        self.server.follow()
+
+    async def stop(self) -> None:
+        await self.server.stop()
+        assert self.server.odd == []
+
+
+class Hook:
+    async def start(self, folder: Path) -> dict[str, Any]:
+        self.server = await WebhookServer().start()
+        (folder / "secret").write_bytes(SECRET)
+        section = {
+            "url": f"http://127.0.0.1:{self.server.port}/",
+            "secret_file": folder / "secret",
+            "allow": ["127.0.0.0/8"],
+        }
+        return {"gate_kind": "webhook", "webhook": section}
+
+    @property
+    def is_open(self) -> bool:
+        return self.server.state == "open"
+
+    def open_by_itself(self) -> None:
+        self.server.state = "open"
+
+    async def stop(self) -> None:
+        await self.server.stop()
+        assert self.server.refused == []
+
+
+@asynccontextmanager
+async def node_behind(gate: Pod | Hook, root: Path) -> AsyncIterator[AgentNode]:
+    settings = await gate.start(root)
+    try:
+        async with node_of(root, **settings, gate_poll_seconds=0.05) as node:
+            await node.start()
+            await node.ready()
+            yield node
+    finally:
+        await gate.stop()
+
+
+async def begin_job(node: AgentNode, pipe: Path) -> None:
+    os.mkfifo(pipe)
+    job = node.job([*WAITS_FOR_A_WORD, str(pipe)])
+    await node.open_loan(job)
+    await node.until(lambda: node.log_of(job.attempt_id) == b"up\n", "the job runs")
+
+
+@pytest.mark.parametrize("gate", [Pod, Hook])
+async def test_the_engine_is_away_behind_a_closed_gate_whatever_dies(tmp_path: Path, gate: Any) -> None:
+    other_side: Pod | Hook = gate()
+    async with node_behind(other_side, tmp_path) as node:
+        assert other_side.is_open
+        await begin_job(node, tmp_path / "pipe")
+        assert not other_side.is_open
+        other_side.open_by_itself()
+        await wait_until_async(lambda: not other_side.is_open, 10, "it is closed again")
+        await node.crash()
+        assert not other_side.is_open
+        other_side.open_by_itself()
+        await node.start()
+        await wait_until_async(lambda: not other_side.is_open, 10, "the next agent closes it again")
+        assert LoanStep.GATE_OPENING not in node.steps()
+        (tmp_path / "pipe").write_text("go\n")
+        await node.until_closed()
+        assert other_side.is_open
+        assert node.keeper().gate_state is GateState.OPEN
+        assert node.steps().count(LoanStep.PARK_SENT) == 1
+
+
+async def test_without_a_gate_a_loan_says_who_counted(tmp_path: Path) -> None:
+    settings = {"gate_kind": "none", "none": {"drain_grace_seconds": 0.2}}
+    async with node_of(tmp_path, **settings) as node:
+        await node.start()
+        await node.ready()
+        await node.open_loan(node.job(["true"]))
+        await node.until_closed()
+        assert node.daemon is not None
+        (drained,) = [row for row in node.daemon.journal.steps("loan-1") if row.step is LoanStep.IN_FLIGHT_ZERO]
+        assert drained.data["counted_by"] == "grace"
+        assert node.steps()[-1] is LoanStep.CLOSED
+        assert LoanStep.SPAWNED in node.steps()
+        assert [end["endpoint"] for end in node.reports("engine_changed")][-1] is None
+
+
+async def test_a_gateway_that_no_engine_needs_any_more_lets_nothing_past_the_gate_of_now(tmp_path: Path) -> None:
+    """The file said `gateway` and says `none` now: the old gateway still led to the engine."""
+    async with node_of(tmp_path) as node:
+        await node.start()
+        await node.ready()
+        assert (await node.ask()).status_code == 200
+        await node.stop()
+        fields = node.settings.model_dump(exclude_unset=True)
+        engines = [
+            {**{key: value for key, value in engine.items() if key not in ("gate_kind",)}, "gate_kind": "none"}
+            for engine in fields["engines"]
+        ]
+        first = node.settings
+        grace = {"drain_grace_seconds": 0.1}
+        node.settings = type(first).model_validate({**fields, "engines": engines, "none": grace})
+        await node.start()
+        await node.ready()
+        with pytest.raises(ConnectError):
+            await node.ask()
+        await node.stop()
+        node.settings = first
+        await node.start()
+        await node.ready()
+        assert (await node.ask()).status_code == 200
