@@ -54,7 +54,7 @@ def _entry(name: str, value: Any) -> str:
 
 def _lines(name: str, value: Any) -> Iterator[str]:
     if not isinstance(value, type):
-        yield f"{name}{_signature(value)}" if callable(value) else f"{name} = {value!r}"
+        yield f"{name}{_signature(value)}" if callable(value) else f"{name} = {', '.join(sorted(value))}"
         return
     if issubclass(value, enum.Enum):
         yield f"class {name}: {', '.join(f'{one.name} = {one.value!r}' for one in value)}"
