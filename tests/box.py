@@ -32,12 +32,19 @@ class Box:
     """``engines``: name to its policy, faults and flags. Every engine has a device of its own."""
 
     def __init__(
-        self, root: Path, engines: dict[str, dict[str, Any]], *, database_url: str | None, capacity: int
+        self,
+        root: Path,
+        engines: dict[str, dict[str, Any]],
+        *,
+        database_url: str | None,
+        capacity: int,
+        agent: dict[str, Any] | None = None,
     ) -> None:
         self.root = root
         self.engines = engines
         self.database_url = database_url
         self.capacity = capacity
+        self.agent_settings = agent or {}
         self.server_port = free_port()
         self.gateway_port = free_port()
         self.config = root / "agent.toml"
@@ -58,6 +65,7 @@ class Box:
             "host_reserve_bytes": 0,
             "unkillable_seconds_max": 3,
             "gateway": {"listen": f"127.0.0.1:{self.gateway_port}"},
+            **self.agent_settings,
         }
         write_agent_toml(self.config, settings, [self._entry(name, wants) for name, wants in self.engines.items()])
 
@@ -216,9 +224,10 @@ def box(
     *,
     database_url: str | None = None,
     capacity: int = 16 * MIB,
+    agent: dict[str, Any] | None = None,
 ) -> Iterator[Box]:
     """A started box whose engines serve."""
-    it = Box(root, engines or {"alpha": {}}, database_url=database_url, capacity=capacity)
+    it = Box(root, engines or {"alpha": {}}, database_url=database_url, capacity=capacity, agent=agent)
     try:
         it.start_server()
         it.start_agent()
