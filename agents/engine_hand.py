@@ -17,10 +17,12 @@ from . import canary
 from .engine_body import EngineBody
 from .engines.base import Answer, Observation
 from .errors import AgentError, CanaryFailed, EngineLost, EngineTimedOut
+from .node import SharedPool
 from .probe import DeviceFacts
 from .protocol.loans import LoanStep
+from .protocol.plans import SharedBytes
 from .protocol.policy import EnginePolicy
-from .protocol.wire import EngineState, GateState
+from .protocol.wire import EngineChanged, EngineState, GateState
 
 log = structlog.get_logger(__name__)
 
@@ -89,6 +91,33 @@ class EngineHand(EngineBody):
             for device_id, pools in self.node.shared.items()
             if device_id in self.device_ids
         }
+
+    def shared_bytes(self) -> dict[str, list[SharedBytes]]:
+        """What it maps of memory services now, by device, as of the last look, and which engines map it, too."""
+        pids = self.pids()
+        return {
+            device_id: found
+            for device_id, pools in self.node.shared.items()
+            if device_id in self.device_ids
+            and (found := [self._shared(pool) for pool in pools if pool.mapped_by & pids])
+        }
+
+    def _shared(self, pool: SharedPool) -> SharedBytes:
+        owners = self.node.owners.of(pool.mapped_by).values()
+        return SharedBytes(
+            pool=pool.name,
+            bytes=pool.resident_bytes,
+            tags=list(pool.tags),
+            engines=sorted(owner_id for kind, owner_id in set(owners) if kind == "engine" and owner_id is not None),
+            strangers=any(kind != "engine" for kind, _ in owners),
+        )
+
+    def changed(self) -> EngineChanged:
+        report = super().changed()
+        shared = self.shared_bytes()
+        if not shared or report.learned is None:
+            return report
+        return report.model_copy(update={"learned": report.learned.model_copy(update={"shared": shared})})
 
     def room_taken(self) -> None:
         """The promise of room ends: the bytes are there, or the engine will not take them now."""

@@ -21,6 +21,7 @@ from .journal import boottime
 from .probe import DeviceFacts, why_absent
 from .processes import process_in_words
 from .protocol.loans import LoanEvent, LoanStep
+from .protocol.plans import held_together
 from .protocol.wire import EngineState, Reason
 from .tasks import all_or_none
 
@@ -100,13 +101,14 @@ async def _preflight(loan: Loan) -> None:
     wrong = loan_plan.not_held(loan, facts)
     if wrong is not None:
         raise Refused(LoanEvent.PREFLIGHT_REFUSED, wrong.code, wrong.sentence, wrong.data)
-    backup_bytes = 0
     for engine in loan.engines:
-        held = engine.bytes_on(facts)
-        engine.device_bytes = held
-        if any(mode in KEEPS_CONTENTS for mode in loan.policy_of(engine).restore_modes.values()):
-            # Its wire does not tell bytes by tag: what it holds on its devices is the most a backup can take.
-            backup_bytes += sum(held.values())
+        engine.device_bytes = engine.bytes_on(facts)
+    # Its wire does not tell bytes by tag: what an engine holds on its devices is the most a backup can take.
+    backup_bytes = held_together(
+        (engine.device_bytes, engine.shared_bytes())
+        for engine in loan.engines
+        if any(mode in KEEPS_CONTENTS for mode in loan.policy_of(engine).restore_modes.values())
+    )
     have = node.host_ram.reserve(loan.loan_id, backup_bytes)
     if have is not None:
         raise Refused(

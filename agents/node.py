@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from ..vmm.host_memory import available_bytes
 from .device_turns import DeviceTurns
 from .journal import Journal
 from .node_probe import Absences, NodeProbe
@@ -77,6 +78,7 @@ class SharedPool:
     resident_bytes: int
     users: frozenset[int]  # pids, also of engines that are parked
     mapped_by: frozenset[int]
+    tags: tuple[str, ...] = ()
 
 
 OwnerKind = Literal["engine", "job", "service", "foreign"]
@@ -124,8 +126,12 @@ class Node:
         self.shared: dict[str, list[SharedPool]] = {}
         self.on_attempt_end: Callable[[str], None] = lambda attempt_id: None
         self.on_change: Callable[[], None] = lambda: None  # an engine, loan or attempt changed: look at occupancy
-        self._probe = NodeProbe(devices, settings.probe_seconds_max)
+        self._probe = NodeProbe(devices, settings.probe_seconds_max, self._can_give)
         self.absences = Absences(self.quarantined, self._alert_of_device)
+
+    def _can_give(self) -> int:
+        """Bytes that the host can give now, within every cgroup."""
+        return min(self.mem_available_bytes(), available_bytes())
 
     async def look(self) -> Facts:
         """Every device as it is at some moment after this call began; one that cannot be read is absent from it."""

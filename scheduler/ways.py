@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..agents.protocol.plans import UNKNOWN_SECONDS, Plan, Way, combinations, frees, ways_of
+from ..agents.protocol.plans import UNKNOWN_SECONDS, Plan, Sharer, Way, combinations, frees_together, ways_of
 from .model import Device, DeviceId, Engine, EngineId
 
 # After such a trouble the engine is parked whole: what was predicted of a part of it did not come true.
@@ -70,13 +70,18 @@ def _group_way(
 ) -> GroupWay:
     # An agent that told what it learned adds its margin to every need, and knows before the park if that is too much.
     kept = margin_bytes if any(way.plan.known for way in ways) else 0
+    sharers = [_sharer(engine, way.plan) for engine, way in zip(engines, ways, strict=True)]
     room = {
         # Two observations of different moments must not add up to more than there is.
-        device.id: max(0, min(device.free_bytes + frees(ways, device.id), whole_bytes[device.id]) - kept)
+        device.id: max(0, min(device.free_bytes + frees_together(sharers, device.id), whole_bytes[device.id]) - kept)
         for device in devices
     }
     plans = {engine.id: way.plan for engine, way in zip(engines, ways, strict=True)}
     return GroupWay(plans, room, sum(way.cost_seconds for way in ways))
+
+
+def _sharer(engine: Engine, plan: Plan) -> Sharer:
+    return Sharer(engine.id, plan, engine.device_bytes, {} if engine.learned is None else engine.learned.shared)
 
 
 def whole_of(ways: Iterable[GroupWay]) -> GroupWay:

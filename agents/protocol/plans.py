@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from pydantic import Field
@@ -39,11 +39,22 @@ class ParkLearned(Message):
     trouble: str | None = None  # why it is not used: a trial of it went wrong
 
 
+class SharedBytes(Message):
+    """A pool of a memory service that an engine uses, on one device: in it once, however many engines map it."""
+
+    pool: str
+    bytes: int
+    tags: list[str] = Field(default_factory=list[str])
+    engines: list[str] = Field(default_factory=list[str])  # ids of those that map it, this one included
+    strangers: bool = False  # processes map it that are no engine's: it is not freed
+
+
 class Learned(Message):
     """All that is known of an engine's parks. ``margin_bytes``: what the node adds to the need of a job."""
 
     ways: list[ParkLearned] = Field(default_factory=list[ParkLearned])
     margin_bytes: int = 0
+    shared: dict[str, list[SharedBytes]] = Field(default_factory=dict[str, list[SharedBytes]])  # by device id, now
 
 
 class Plan(Message):
@@ -189,6 +200,51 @@ def _cost(plan: Plan, plans: Iterable[Plan]) -> float:
 
 def frees(ways: Iterable[Way], device_id: str) -> int:
     return sum(way.plan.freed_bytes.get(device_id, 0) for way in ways)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharer:
+    """What one engine holds, by device, of it what it shares, and the plan it would be parked by."""
+
+    engine_id: str
+    plan: Plan
+    held_bytes: Mapping[str, int]
+    shared: Mapping[str, Sequence[SharedBytes]] = field(default_factory=dict[str, Sequence[SharedBytes]])
+
+
+def frees_together(sharers: Sequence[Sharer], device_id: str) -> int:
+    """What the plans free on the device together: a shared pool once, and only if all that map it release it."""
+    predicted = sum(sharer.plan.freed_bytes.get(device_id, 0) for sharer in sharers)
+    users: dict[str, set[str]] = {}
+    largest_bytes: dict[str, int] = {}
+    kept: set[str] = set()
+    released: dict[str, set[str]] = {}
+    own_bytes = 0
+    for sharer in sharers:
+        pools = sharer.shared.get(device_id, ())
+        own = max(0, sharer.held_bytes.get(device_id, 0) - sum(pool.bytes for pool in pools))
+        own_bytes += min(own, sharer.plan.freed_bytes.get(device_id, 0))
+        for pool in pools:
+            users.setdefault(pool.pool, set()).update(pool.engines, {sharer.engine_id})
+            largest_bytes[pool.pool] = max(largest_bytes.get(pool.pool, 0), pool.bytes)
+            if pool.strangers:
+                kept.add(pool.pool)
+            if sharer.plan.modes.keys() >= set(pool.tags):
+                released.setdefault(pool.pool, set()).add(sharer.engine_id)
+    freed = {pool for pool, of in users.items() if pool not in kept and of <= released.get(pool, set())}
+    return min(predicted, own_bytes + sum(largest_bytes[pool] for pool in freed))
+
+
+def held_together(held: Iterable[tuple[Mapping[str, int], Mapping[str, Sequence[SharedBytes]]]]) -> int:
+    """What several engines hold on all devices, a pool that they share once. Each: held bytes, and what is shared."""
+    total_bytes = 0
+    pools: dict[tuple[str, str], int] = {}
+    for held_bytes, shared in held:
+        for device_id, nbytes in held_bytes.items():
+            its = shared.get(device_id, ())
+            total_bytes += max(0, nbytes - sum(pool.bytes for pool in its))
+            pools.update({(device_id, pool.pool): pool.bytes for pool in its})
+    return total_bytes + sum(pools.values())
 
 
 def suffices(ways: Sequence[Way], need_bytes: Mapping[str, int]) -> bool:
