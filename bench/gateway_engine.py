@@ -14,20 +14,26 @@ EVENT: Final = b'data: {"choices":[{"index":0,"delta":{"content":"abcdefgh"}}]}\
 DONE: Final = b"data: [DONE]\n\n"
 PACED_SECONDS: Final = 0.005
 PACED_EVENTS: Final = 20
-_SMALL_BODY: Final = b'{"object":"chat.completion","choices":[{"index":0,"message":{"content":"abcdefgh"}}],' + END
-_SMALL: Final = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
-    len(_SMALL_BODY),
-    _SMALL_BODY,
-)
+VARIANTS: Final = 8  # of requests and answers, each of a length of its own
+
+
+def _small(variant: int) -> bytes:
+    text = b'{"object":"chat.completion","choices":[{"index":0,"message":{"content":"abcdefgh%s"}}],' % (b"i" * variant)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    return head % len(text + END) + text + END
+
+
+_SMALL: Final = [_small(variant) for variant in range(VARIANTS)]
 _STREAM: Final = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 _CHUNK: Final = b"%x\r\n%s\r\n" % (len(EVENT), EVENT)
 _LAST: Final = b"%x\r\n%s\r\n0\r\n\r\n" % (len(DONE), DONE)
 
 
-def body(do: str) -> bytes:
+def body(do: str, variant: int = 0) -> bytes:
     """A request for ``small`` (one short answer), ``fast`` (events without end) or ``paced`` (20, one every 5 ms)."""
     stream = b"false" if do == "small" else b"true"
-    text = b'{"model":"m","messages":[{"role":"user","content":"Say abcdefgh."}],"max_tokens":8,"temperature":0,'
+    said = b"Say abcdefgh." + b"." * variant
+    text = b'{"model":"m","messages":[{"role":"user","content":"%s"}],"max_tokens":8,"temperature":0,' % said
     return b'%s"stream":%s,"do":"%s",%s' % (text, stream, do.encode(), END)
 
 
@@ -38,7 +44,7 @@ class _Connection(asyncio.Protocol):
         self._writable = True
         self._fast = False
         self._timer: asyncio.TimerHandle | None = None
-        self._left = 0
+        self._left = self._answers = 0
         self._at = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -53,7 +59,8 @@ class _Connection(asyncio.Protocol):
             return
         self._seen = b""
         if b'"do":"small"' in data:
-            self._transport.write(_SMALL if data.count(END) == 1 else _SMALL * data.count(END))
+            self._answers += 1
+            self._transport.write(_SMALL[self._answers % VARIANTS])
             return
         self._transport.write(_STREAM)
         if b'"do":"fast"' in data:

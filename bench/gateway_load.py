@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, Literal, cast, get_args
 
-from .gateway_engine import DONE, END, body
+from .gateway_engine import DONE, END, VARIANTS, body
 
 Mode = Literal["small", "paced", "fast", "first"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
@@ -23,9 +23,9 @@ _OK: Final = b"HTTP/1.1 200"
 _DO: Final[dict[Mode, str]] = {"small": "small", "paced": "small", "fast": "fast", "first": "paced"}
 
 
-def request(mode: Mode, host: str) -> bytes:
+def request(mode: Mode, host: str, variant: int = 0) -> bytes:
     """Head and body as an OpenAI client sends them."""
-    text = body(_DO[mode])
+    text = body(_DO[mode], variant)
     return (
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: %s\r\n"
         b"Accept: application/json\r\nContent-Type: application/json\r\n"
@@ -39,12 +39,17 @@ class _Load:
 
     def __init__(self, mode: Mode, host: str) -> None:
         self.mode = mode
-        self.request = request(mode, host)
+        self.requests = [request(mode, host, variant) for variant in range(VARIANTS)]
+        self.number = 0
         self.counting = False
         self.done = 0
         self.errors = 0
         self.seconds: list[float] = []
         self.said = b""
+
+    def next_request(self) -> bytes:
+        self.number += 1
+        return self.requests[self.number % VARIANTS]
 
 
 class _Client(asyncio.Protocol):
@@ -67,7 +72,7 @@ class _Client(asyncio.Protocol):
     def ask(self) -> None:
         self.idle, self._first, self._waits_for_event = False, True, True
         self._sent_at = time.perf_counter()
-        self._transport.write(self._load.request)
+        self._transport.write(self._load.next_request())
 
     def data_received(self, data: bytes) -> None:
         load = self._load
@@ -82,7 +87,7 @@ class _Client(asyncio.Protocol):
             if data.endswith(END):
                 load.done += load.counting
                 self._first = True
-                self._transport.write(load.request)
+                self._transport.write(load.next_request())
         elif load.mode == "paced":
             if data.endswith(END):
                 self.idle = True

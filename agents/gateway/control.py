@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..protocol.wire import ProcessIdentity
 from .admission import Terms
-from .problems import Problem
+from .problems import CONTENT_TYPE, Problem
 from .routes import Route, RouteSpec, RouteTable
 
 _log = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ class CloseRequest(BaseModel):
     hold_requests_max: Annotated[int, Field(ge=0, le=100_000)] = 1000
     hold_seconds_max: Annotated[float, Field(gt=0, le=7 * 24 * 3600)] = 600.0
     retry_after_seconds: Annotated[int, Field(ge=0, le=24 * 3600)] | None = None
+    # From now until the gate will be opened, if that is foreseen. The next close says it anew.
+    expected_open_seconds: Annotated[float, Field(ge=0, le=30 * 24 * 3600)] | None = None
 
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -103,7 +105,7 @@ class Control:
     async def _close(self, request: web.Request) -> web.Response:
         body = await _read(request, CloseRequest)
         route = self._route(request)
-        route.close(Terms(**body.model_dump()))
+        route.close(Terms(**body.model_dump(exclude={"expected_open_seconds"})), body.expected_open_seconds)
         await self._routes.save()
         _log.info("engine %s: closed (%s), %d in flight", route.engine_id, body.gate, route.admission.in_flight)
         # Counted now: whatever was admitted before the gate closed is in it or has ended.
@@ -180,7 +182,12 @@ async def _problems(request: web.Request, handler: Handler) -> web.StreamRespons
     try:
         return await handler(request)
     except Problem as problem:
-        return problem.response()
+        return web.Response(
+            status=problem.status,
+            body=json.dumps(problem.document()).encode(),
+            headers=problem.headers(),
+            content_type=CONTENT_TYPE,
+        )
     except web.HTTPException as error:
         body = {"type": "about:blank", "title": error.reason, "status": error.status, "detail": error.text or ""}
         error.content_type = "application/problem+json"

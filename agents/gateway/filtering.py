@@ -1,4 +1,4 @@
-"""What passes: an allow-list of inference paths in their one exact spelling, and headers without ours. Pure.
+"""What passes: an allow-list of inference paths in their one exact spelling. Pure.
 
 An engine's control routes (`/release_memory`, `/sleep`, `/collective_rpc`, ...) sit on the same port as inference,
 often outside its API key (vLLM's development routes). So nothing that a client wrote is ever sent as a path: the
@@ -8,11 +8,9 @@ path is looked up here, and every other spelling of it is unknown.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from multidict import CIMultiDict
+from pydantic_core import from_json
 
 from .problems import Problem
 
@@ -32,24 +30,6 @@ INFERENCE_PATHS: Final = {
 }
 MODELS_PATH: Final = "/v1/models"
 LIVE_PATH: Final = "/livez"
-
-# RFC 9110 section 7.6.1, with what the two sides of a proxy negotiate each for itself.
-HOP_BY_HOP: Final = frozenset(
-    {
-        "connection",
-        "expect",
-        "host",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "http2-settings",
-    }
-)
 
 
 def split_target(raw_target: str) -> tuple[str, str]:
@@ -76,50 +56,27 @@ def check_query(query: str) -> None:
         raise Problem(400, "bad_query", "The query holds characters that have to be percent-encoded.")
 
 
-def _named_by_connection(values: Iterable[str]) -> set[str]:
-    return {name.strip().lower() for value in values for name in value.split(",")}
+# What the gateway reads of a request's body: the model, and whether the answer shall be a stream.
+Asked = tuple[str, bool]
 
 
-def request_headers(headers: CIMultiDict[str] | Mapping[str, str], connection: Iterable[str]) -> CIMultiDict[str]:
-    """What the engine gets: no hop-by-hop headers, no length (it is set anew), nothing that is ours to say.
-
-    ``x-lull-`` marks canaries and other words of the agent; some servers read ``_`` as ``-``.
-    """
-    dropped = HOP_BY_HOP | _named_by_connection(connection) | {"content-length"}
-    passed: CIMultiDict[str] = CIMultiDict()
-    for name, value in headers.items():
-        lower = name.lower()
-        if lower not in dropped and not lower.replace("_", "-").startswith("x-lull-"):
-            passed.add(name, value)
-    return passed
-
-
-def response_headers(headers: Mapping[str, str], connection: Iterable[str]) -> CIMultiDict[str]:
-    dropped = HOP_BY_HOP | _named_by_connection(connection)
-    passed: CIMultiDict[str] = CIMultiDict()
-    for name, value in headers.items():
-        if name.lower() not in dropped:
-            passed.add(name, value)
-    return passed
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the gateway reads of a request's body."""
-
-    model: str
-    stream: bool
-
-
-def read_body(body: bytes) -> Asked:
+def _slowly(body: bytes | bytearray) -> Any:
+    """The standard library takes half of a surrogate pair, which cut text may end with."""
     try:
-        parsed: Any = json.loads(body)
+        return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise Problem(400, "invalid_json", f"The body is not JSON: {str(error)[:200]}") from None
+
+
+def read_body(body: bytes | bytearray) -> Asked:
+    try:
+        parsed: Any = from_json(body)
+    except ValueError:
+        parsed = _slowly(body)
     if not isinstance(parsed, dict):
         raise Problem(400, "invalid_json", "The body is not a JSON object.")
     fields = cast("dict[str, Any]", parsed)
     model = fields.get("model")
     if not isinstance(model, str) or not model:
         raise Problem(400, "model_missing", "model: name the model, one of those that GET /v1/models lists.")
-    return Asked(model, fields.get("stream") is True)
+    return model, fields.get("stream") is True

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
-from aiohttp import web
+CONTENT_TYPE: Final = "application/problem+json"
 
 
 class Problem(Exception):
@@ -41,20 +41,29 @@ class Problem(Exception):
             "error": {"message": self.detail, "type": kind, "code": self.code, "param": None},
         }
 
-    def response(self) -> web.Response:
-        response = web.Response(
-            status=self.status,
-            body=json.dumps(self.document()).encode(),
-            content_type="application/problem+json",
-        )
+    def headers(self) -> dict[str, str]:
+        headers: dict[str, str] = {}
         if self.retry_after_seconds is not None:
-            response.headers["Retry-After"] = str(self.retry_after_seconds)
+            headers["Retry-After"] = str(self.retry_after_seconds)
         if self.allow is not None:
-            response.headers["Allow"] = self.allow
-        if self.close:
-            response.force_close()
-        return response
+            headers["Allow"] = self.allow
+        return headers
 
     def event(self) -> bytes:
         """For a stream that has already begun."""
         return b"data: " + json.dumps({"error": self.document()["error"]}).encode() + b"\n\n"
+
+
+def plain_answer(
+    status: int, content_type: str, body: bytes, headers: dict[str, str], *, close: bool, without_body: bool = False
+) -> bytes:
+    """A whole answer of the gateway's own. ``without_body``: as HEAD is answered."""
+    lines = [
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+        f"Content-Type: {content_type}",
+        f"Content-Length: {len(body)}",
+        *(f"{name}: {value}" for name, value in headers.items()),
+        *(["Connection: close"] if close else []),
+        "\r\n",
+    ]
+    return "\r\n".join(lines).encode("latin-1") + (b"" if without_body else body)

@@ -36,7 +36,6 @@ _log = logging.getLogger(__name__)
 
 _BACKLOG: Final = 1024
 _LOG_BYTES_MAX: Final = 8 * 2**20
-_LINGERING_SECONDS: Final = 2.0  # for a client to stop sending a body that was refused
 _SOCKET_PATH_BYTES_MAX: Final = 107  # sockaddr_un
 
 
@@ -114,9 +113,9 @@ class Gateway:
         self.routes = RouteTable(settings.state_dir, settings.limits, reuse_connections=settings.reuse_connections)
         self.relay = Relay(self.routes, settings.limits)
         self._control: Control | None = None
-        self._runners: list[web.BaseRunner] = []
+        self._control_runner: web.AppRunner | None = None
         self._control_socket: ControlSocket | None = None
-        self._site: web.SockSite | None = None
+        self._server: asyncio.Server | None = None
         self.listen = ""
 
     async def start(self) -> None:
@@ -134,23 +133,13 @@ class Gateway:
         me = identity(os.getpid())
         assert me is not None
         self.routes.load()
-        server = web.Server(
-            self.relay,
-            handler_cancellation=True,  # a client that goes away ends its handler
-            access_log=None,
-            keepalive_timeout=settings.limits.idle_seconds_max,
-            lingering_time=_LINGERING_SECONDS,
-            auto_decompress=False,
-        )
-        # By the time it shuts its connections, what may still end has ended.
-        runner = web.ServerRunner(server, shutdown_timeout=0.1)
-        await runner.setup()
         self._control = Control(self.routes, me, self.listen)
         control_runner = web.AppRunner(self._control.app(), access_log=None, shutdown_timeout=1.0)
         await control_runner.setup()
-        self._runners = [runner, control_runner]
-        self._site = web.SockSite(runner, public, backlog=_BACKLOG)
-        await self._site.start()
+        self._control_runner = control_runner
+        self._server = await asyncio.get_running_loop().create_server(
+            self.relay.protocol, sock=public, backlog=_BACKLOG
+        )
         await web.SockSite(control_runner, self._control_socket.listener).start()
         try:
             _write_pid_file(settings.pid_file, me.pid)
@@ -160,25 +149,23 @@ class Gateway:
 
     async def stop(self, hurry: asyncio.Event) -> None:
         """``hurry`` cuts the time for what is in flight short."""
-        assert self._site is not None
+        assert self._server is not None
         assert self._control is not None
+        assert self._control_runner is not None
         assert self._control_socket is not None
-        self.relay.stopping = True
-        await self._site.stop()
+        self._server.close()
+        self.relay.stop()
         for route in self.routes:
             route.admission.close(route.admission.terms)
             route.admission.refuse_held(Refusal.STOPPING)
         await self._finish_in_flight(hurry)
         self._control.stopping.set()
-        for runner in self._runners:
-            await runner.cleanup()
-        # The handlers that were cancelled just now left their engines no time.
+        await self._control_runner.cleanup()
+        self.relay.abort()
+        await asyncio.sleep(0)  # connections are lost in the next turn of the loop; that hangs up
         for route in self.routes:
             route.cut()
-        if self.relay.lingering:
-            await asyncio.wait(set(self.relay.lingering), timeout=1.0)
-        for route in self.routes:
-            await route.end()
+            route.renew_connections()
         _remove_pid_file(self.settings.pid_file, os.getpid())
         self._control_socket.close()
         _log.info("stopped")

@@ -1,4 +1,4 @@
-"""Which model is served by which engine, and that engine's gate. Routes outlive the gateway; open gates do not.
+"""Which model is served by which engines, and each engine's gate. Routes outlive the gateway; open gates do not.
 
 The file holds what an agent said about an engine, never whether its gate was open: after a start every gate is closed,
 and requests for known models wait instead of failing.
@@ -20,10 +20,12 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 from yarl import URL
 
-from .admission import Admission, AdmissionView, Refusal, Terms, Ticket
-from .exchange import Exchange, Pool
+from .admission import Admission, AdmissionView, Terms, Ticket
+from .engine_connection import Pool
+from .exchange import Exchange
 from .problems import Problem
 from .settings import Limits
+from .siblings import Siblings
 
 _log = logging.getLogger(__name__)
 
@@ -81,20 +83,38 @@ class Route:
     live: set[Exchange] = field(default_factory=set[Exchange])
     pool: Pool | None = None
 
-    def url(self, path: str, query: str) -> URL:
-        base = self.spec.upstream.rstrip("/")
-        return URL(f"{base}{path}?{query}" if query else f"{base}{path}", encoded=True)
+    def __post_init__(self) -> None:
+        self.take_spec(self.spec)
+
+    def take_spec(self, spec: RouteSpec) -> None:
+        self.spec = spec
+        url = URL(spec.upstream)
+        assert url.host is not None
+        assert url.explicit_port is not None
+        self._address = (url.host, url.explicit_port)
+        host = url.raw_authority.encode("ascii")
+        self._host_lines = b"Host: %s\r\n%s" % (host, b"" if self.reuse_connections else b"Connection: close\r\n")
+        self._starts: dict[str, bytes] = {}
+
+    def head_start(self, path: str, query: str) -> bytes:
+        """The request line, and what only this engine is told."""
+        if query:
+            return b"POST %s?%s HTTP/1.1\r\n%s" % (path.encode(), query.encode("ascii"), self._host_lines)
+        start = self._starts.get(path)
+        if start is None:  # there are as many as inference has paths
+            start = self._starts[path] = b"POST %s HTTP/1.1\r\n%s" % (path.encode(), self._host_lines)
+        return start
+
+    def _new_pool(self, *, reuse: bool) -> Pool:
+        return Pool(*self._address, self.limits, reuse=reuse)
 
     def begin(self, ticket: Ticket) -> Exchange:
         if not self.admission.is_open:
             # Admitted right before the gate closed: in flight, on a connection that is not kept.
-            pool = Pool(self.limits, reuse=False)
-            exchange = Exchange(self.admission, ticket, pool, self.live)
-            pool.retire()
-            return exchange
+            return Exchange(ticket, self._new_pool(reuse=False), self.live)
         if self.pool is None:
-            self.pool = Pool(self.limits, reuse=self.reuse_connections)
-        return Exchange(self.admission, ticket, self.pool, self.live)
+            self.pool = self._new_pool(reuse=self.reuse_connections)
+        return Exchange(ticket, self.pool, self.live)
 
     def renew_connections(self) -> None:
         """What is in flight keeps its connections; whatever comes later gets new ones."""
@@ -102,8 +122,10 @@ class Route:
             self.pool.retire()
             self.pool = None
 
-    def close(self, terms: Terms) -> int:
-        in_flight = self.admission.close(terms)
+    def close(self, terms: Terms, expected_open_seconds: float | None = None) -> int:
+        """``expected_open_seconds``: from now until the gate will be opened, if the agent foresees it."""
+        at = None if expected_open_seconds is None else time.monotonic() + expected_open_seconds
+        in_flight = self.admission.close(terms, at)
         self.renew_connections()
         return in_flight
 
@@ -123,12 +145,6 @@ class Route:
         """Lets go of engines that have not let go of requests whose clients are gone."""
         for exchange in list(self.live):
             exchange.cut()
-
-    async def end(self) -> None:
-        """Closes the connections; only once nothing is in flight."""
-        if self.pool is not None:
-            await self.pool.closed()
-            self.pool = None
 
     async def wait_idle(self, seconds_max: float) -> int:
         """Waits until nothing is in flight, at most ``seconds_max``; returns what still is."""
@@ -171,7 +187,8 @@ class RouteTable:
         self._limits = limits
         self._reuse = reuse_connections
         self._routes: dict[str, Route] = {}
-        self._by_model: dict[str, Route] = {}
+        self._by_model: dict[str, Siblings] = {}
+        self._by_gate: dict[Admission, Route] = {}
         self._saving = asyncio.Lock()
         self._saved_text = ""
 
@@ -184,24 +201,26 @@ class RouteTable:
             raise Problem(404, "unknown_engine", f"There is no route of an engine {engine_id[:100]!r}.")
         return route
 
-    def find(self, model: str) -> Route:
-        route = self._by_model.get(model)
-        if route is None:
+    def of_gate(self, gate: Admission) -> Route:
+        return self._by_gate[gate]
+
+    def find(self, model: str) -> Siblings:
+        """The gates of the engines that serve the model. Raises Problem if none does."""
+        siblings = self._by_model.get(model)
+        if siblings is None:
             known = ", ".join(sorted(self._by_model)[:20]) or "none"
             raise Problem(404, "model_not_found", f"No engine here serves the model {model[:200]!r}; known: {known}.")
-        return route
+        return siblings
 
-    def models(self) -> list[tuple[str, Route]]:
-        return sorted(self._by_model.items(), key=lambda item: item[0])
+    def models(self) -> list[tuple[str, int]]:
+        """Each with the second of the epoch since which it is known here."""
+        return [
+            (model, min(self._by_gate[gate].created_at for gate in siblings.gates))
+            for model, siblings in sorted(self._by_model.items(), key=lambda item: item[0])
+        ]
 
     def put(self, engine_id: str, spec: RouteSpec) -> Route:
-        """Makes the route, or changes it without moving its gate. Two engines may not serve one model yet."""
-        for model in spec.models:
-            other = self._by_model.get(model)
-            if other is not None and other.engine_id != engine_id:
-                raise Problem(
-                    409, "model_taken", f"models: {model!r} is served by engine {other.engine_id} ({other.spec.name})."
-                )
+        """Makes the route, or changes it without moving its gate. Several engines may serve one model."""
         route = self._routes.get(engine_id)
         if route is None:
             if len(self._routes) >= ROUTES_MAX:
@@ -210,7 +229,7 @@ class RouteTable:
         elif route.spec != spec:
             if route.spec.upstream != spec.upstream:
                 route.renew_connections()
-            route.spec = spec
+            route.take_spec(spec)
             self._index()
         return route
 
@@ -220,11 +239,9 @@ class RouteTable:
             raise Problem(
                 409, "in_flight", f"{route.admission.in_flight} requests are in flight; close the gate and drain first."
             )
-        route.admission.close(route.admission.terms)
-        route.admission.refuse_held(Refusal.ROUTE_REMOVED)
-        route.renew_connections()
+        route.close(route.admission.terms)
         del self._routes[engine_id]
-        self._index()
+        self._index()  # what waited for it goes to a sibling or is refused
 
     def _add(self, engine_id: str, spec: RouteSpec, created_at: int, terms: Terms) -> Route:
         route = Route(engine_id, spec, created_at, Admission(terms), self._limits, self._reuse)
@@ -233,7 +250,18 @@ class RouteTable:
         return route
 
     def _index(self) -> None:
-        self._by_model = {model: route for route in self._routes.values() for model in route.spec.models}
+        gates: dict[str, dict[Admission, None]] = {model: {} for model in self._by_model}
+        for route in self._routes.values():
+            for model in route.spec.models:
+                gates.setdefault(model, {})[route.admission] = None
+        before, self._by_model = self._by_model, {}
+        self._by_gate = {route.admission: route for route in self._routes.values()}
+        for model, of_model in gates.items():
+            siblings = before.get(model) or Siblings()
+            if of_model:
+                self._by_model[model] = siblings
+            if tuple(of_model) != siblings.gates:
+                siblings.set_gates(tuple(of_model))
 
     def load(self) -> None:
         """Every route comes back closed. A damaged file is set aside: the agent will say all of it again."""

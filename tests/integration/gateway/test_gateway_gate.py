@@ -283,12 +283,6 @@ async def test_put_again_keeps_the_gate_and_moves_the_upstream(world: Any) -> No
     assert (await world.ask(model="alias"))[0] == 404
 
 
-async def test_one_model_on_two_engines_is_refused(world: Any) -> None:
-    with pytest.raises(GateRefused, match="'m' is served by engine e1"):
-        await world.gate.ensure_route("e2", "two", ["n", "m"], world.engine.url)
-    assert set(await world.gate.observe_all()) == {"e1"}
-
-
 async def test_bad_routes_and_terms_name_the_field(world: Any) -> None:
     with pytest.raises(GateRefused, match="upstream: "):
         await world.gate.ensure_route("e2", "two", ["n"], "ftp://x")

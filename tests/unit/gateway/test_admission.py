@@ -5,6 +5,7 @@ import math
 import pytest
 
 from lull.agents.gateway.admission import Admission, Outcome, Refusal, Terms, Ticket, TicketState
+from lull.agents.gateway.siblings import Siblings
 
 ANSWERED = Outcome.ANSWERED
 
@@ -14,12 +15,13 @@ class Door:
 
     def __init__(self, **terms: object) -> None:
         self.admission = Admission(Terms(**terms))  # type: ignore[arg-type]
+        self.siblings = Siblings((self.admission,))
         self.told: list[int] = []
         self.tickets: list[Ticket] = []
 
     def arrive(self, now: float = 0.0) -> Ticket:
         number = len(self.tickets)
-        ticket = self.admission.arrive(now, lambda: self.told.append(number))
+        ticket = self.siblings.arrive(now, lambda: self.told.append(number))
         self.tickets.append(ticket)
         return ticket
 
@@ -93,7 +95,7 @@ def test_hold_bound() -> None:
 def test_hold_deadline() -> None:
     door = Door(hold_seconds_max=10.0)
     ticket = door.arrive(5.0)
-    assert door.admission.seconds_left(ticket, 6.0) == 9.0
+    assert door.siblings.seconds_left(ticket, 6.0) == 9.0
     door.admission.expire(ticket, 14.9)
     assert ticket.state is TicketState.HELD
     door.admission.expire(ticket, 15.0)
@@ -118,7 +120,7 @@ def test_deadline_does_not_run_while_an_open_gate_releases() -> None:
     door = Door(hold_seconds_max=1.0)
     door.arrive(), door.arrive()
     door.admission.open()
-    assert door.admission.seconds_left(door.tickets[1], 99.0) == math.inf
+    assert door.siblings.seconds_left(door.tickets[1], 99.0) == math.inf
     door.admission.expire(door.tickets[1], 99.0)
     assert door.tickets[1].state is TicketState.HELD
 
