@@ -149,16 +149,10 @@ class AgentSettings(AgentGates):
     @model_validator(mode="after")
     def _check(self) -> AgentSettings:
         names: set[str] = set()
-        models: set[str] = set()
         for number, engine in enumerate(self.engines):
             if engine.name in names:
                 raise ValueError(f"engines.{number}.name: every engine needs a name of its own")
-            if twice := models & set(engine.models):
-                raise ValueError(
-                    f"engines.{number}.models: {min(twice)!r} is served by another engine; one of a node may serve it"
-                )
             names.add(engine.name)
-            models.update(engine.models)
         if fault := devices_fault(self.devices):
             raise ValueError(fault)
         for number, engine in enumerate(self.engines):

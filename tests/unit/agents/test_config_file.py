@@ -111,3 +111,11 @@ def test_sizes(text: object, nbytes: int) -> None:
 def test_what_is_not_a_size(text: object) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_bytes(text)
+
+
+def test_several_engines_may_serve_one_model(tmp_path: Path) -> None:
+    """The gateway balances them."""
+    text = GOOD + TWICE.replace('name = "alpha"', 'name = "beta"').replace('["beta"]', '["alpha", "beta"]')
+    (tmp_path / "agent.toml").write_text(text)
+    settings = load_toml(tmp_path / "agent.toml", AgentSettings)
+    assert [engine.models for engine in settings.engines] == [["alpha"], ["alpha", "beta"]]
