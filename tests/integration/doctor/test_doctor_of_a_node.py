@@ -20,6 +20,7 @@ import pytest
 
 from lull.agents.gates.base import GateError
 from lull.agents.gates.gateway import GatewayGate
+from lull.agents.main import STOP_EVERYTHING
 from lull.agents.protocol.wire import GateState, Reason
 from lull.agents.quarantine import write_quarantine
 from tests.agent_node import free_port
@@ -112,7 +113,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 assert agent.poll() is None, (root / "agent.log").read_text()
                 yield config
             finally:
-                subprocess.run([LULL, "agent", "--config", str(config), "--stop"], timeout=60, check=True)
+                agent.send_signal(STOP_EVERYTHING)
+                agent.wait(60)
 
 
 def is_routed(data_dir: Path) -> bool:

@@ -143,6 +143,7 @@ async def test_a_lock_that_hangs_is_given_up(new_rig: NewRig, monkeypatch: pytes
     assert (await rig.state(), await rig.held_mib()) == (EngineState.RUNNING, 8)
 
 
+@pytest.mark.long
 async def test_more_processes_than_allowed_are_refused(new_rig: NewRig) -> None:
     rig = await new_rig("--more-ranks", "1")
     able = await rig.one.capabilities()
@@ -200,6 +201,7 @@ async def test_a_checkpoint_that_fails_or_frees_nothing(new_rig: NewRig) -> None
     assert await rig.state() is EngineState.FAILED
 
 
+@pytest.mark.long
 async def test_a_driver_that_hangs_holds_nobody(new_rig: NewRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lull.agents.engines.checkpoint_driver._START_SECONDS", 3.0)
     rig = await new_rig()
@@ -263,6 +265,7 @@ async def test_an_agent_that_died_between_two_calls_is_taken_over(new_rig: NewRi
     assert await rig.one.answer(CANARY) == golden
 
 
+@pytest.mark.long
 async def test_a_process_that_ends_while_it_is_checkpointed(new_rig: NewRig) -> None:
     rig = await new_rig("--more-ranks", "1", processes_max=2)
     await rig.one.park(POLICY, 10)
@@ -278,6 +281,7 @@ async def _is_failed(rig: CheckpointRig) -> bool:
     return await rig.state() is EngineState.FAILED
 
 
+@pytest.mark.long
 async def test_calls_that_change_something_take_turns(new_rig: NewRig, tmp_path: Path) -> None:
     rig = await new_rig()
     await rig.call("lock")
