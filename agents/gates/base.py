@@ -113,3 +113,12 @@ class TellsRequests(Protocol):
     async def wait_wanted(self, engine_id: str, seconds: float, after: int | None) -> GateObservation:
         """Waits until a request waits at the gate or more than ``after`` have come, at most ``seconds``."""
         ...
+
+
+@runtime_checkable
+class ForetellsOpening(Protocol):
+    """A gate that can tell clients when it is worth to come again."""
+
+    async def expect_open(self, engine_id: str, seconds: float | None) -> None:
+        """From now until the gate will be opened; None: it may be at any time. Every close forgets it."""
+        ...

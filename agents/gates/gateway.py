@@ -129,6 +129,10 @@ class GatewayGate:
         path = f"{_path(engine_id, '/wanted')}?seconds={math.ceil(wait_seconds * 1000) / 1000}{more}"
         return _parse(_RouteDocument, await self._call("GET", path, wait_seconds=wait_seconds)).observation()
 
+    async def expect_open(self, engine_id: str, seconds: float | None) -> None:
+        """GateRefused by a gateway that is older than its agent."""
+        await self._call("POST", _path(engine_id, "/expect"), {"open_seconds": seconds})
+
     async def abort(self, engine_id: str) -> None:
         await self._call("POST", _path(engine_id, "/abort"))
 

@@ -77,6 +77,10 @@ class BackedHaproxyGate:
         """Of the gateway alone: while the gate is closed no request goes anywhere else."""
         return await self._back.wait_wanted(engine_id, seconds, after)
 
+    async def expect_open(self, engine_id: str, seconds: float | None) -> None:
+        """Of the gateway: it is what answers while the gate is closed."""
+        await self._back.expect_open(engine_id, seconds)
+
     @property
     def _parts(self) -> tuple[Gate, Gate]:
         return self._front, self._back

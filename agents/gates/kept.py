@@ -17,6 +17,7 @@ import structlog
 from ..protocol.wire import GateState
 from .base import (
     CountedBy,
+    ForetellsOpening,
     Gate,
     GateError,
     GateMode,
@@ -133,6 +134,14 @@ class KeptGate:
         if not isinstance(self._gate, TellsRequests):
             raise GateRefused(f"the gate of engine {self._name} does not see requests while it is closed")
         return await self._gate.wait_wanted(engine_id, seconds, after)
+
+    async def foretell(self, engine_id: str, seconds: float | None) -> None:
+        """Tells clients that wait, where the gate can, in how many seconds it will be opened; None: nobody knows."""
+        if isinstance(self._gate, ForetellsOpening):
+            try:
+                await self._gate.expect_open(engine_id, seconds)
+            except GateError as error:  # clients wait as long as the policy says, then
+                log.debug("the gate was not told when it will open", engine=self._name, error=str(error))
 
     # ---- what the agent wants of it ---------------------------------------------------------------------------
 

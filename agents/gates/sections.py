@@ -196,7 +196,7 @@ class AgentGates(BaseModel):
         engines: Any = fields.get("engines")
         if not isinstance(engines, list):
             return fields
-        return {**fields, "engines": [_with_gate(fields, engine) for engine in cast("list[Any]", engines)]}
+        return {**fields, "engines": [_with_gate(fields, engine) for engine in cast("list[object]", engines)]}
 
     @model_validator(mode="after")
     def _check_gates(self) -> AgentGates:
@@ -207,7 +207,7 @@ class AgentGates(BaseModel):
         return self
 
 
-def _with_gate(fields: dict[str, Any], engine: Any) -> Any:
+def _with_gate(fields: dict[str, Any], engine: object) -> Any:
     """An engine of the file, with what the file says for all of them where it is silent itself."""
     if not isinstance(engine, dict):
         return engine
@@ -215,7 +215,7 @@ def _with_gate(fields: dict[str, Any], engine: Any) -> Any:
     kind: Any = own.setdefault("gate_kind", fields.get("gate_kind", "gateway"))
     if kind not in SECTIONS:
         return own
-    shared, section = fields.get(kind), own.get(kind)
+    shared, section = fields.get(kind, {}), own.get(kind)
     if isinstance(shared, dict) and (section is None or isinstance(section, dict)):
         own[kind] = {**cast("dict[str, Any]", shared), **cast("dict[str, Any]", section or {})}
     return own

@@ -169,9 +169,11 @@ class KubernetesServer:
             service = _selector(query.pop("labelSelector", "")).get("kubernetes.io/service-name", "")
             endpoints = self._slices.get(service, [])
             # More than one slice, as for a service with many endpoints or two address families.
-            slices = [
+            slices: list[dict[str, Any]] = [
                 {"metadata": {"name": f"{service}-{n}"}, "endpoints": [one]} for n, one in enumerate(endpoints)
-            ] or [{"metadata": {"name": f"{service}-0"}, "endpoints": None}]
+            ]
+            if not slices:
+                slices.append({"metadata": {"name": f"{service}-0"}, "endpoints": None})
             return self._page("EndpointSliceList", slices, query)
         return _not_found(request.path)
 

@@ -121,7 +121,7 @@ async def test_the_engine_is_away_behind_a_closed_gate_whatever_dies(tmp_path: P
 
 
 async def test_without_a_gate_a_loan_says_who_counted(tmp_path: Path) -> None:
-    settings = {"gate_kind": "none", "none": {"drain_grace_seconds": 0.2}}
+    settings: dict[str, Any] = {"gate_kind": "none", "none": {"drain_grace_seconds": 0.2}}
     async with node_of(tmp_path, **settings) as node:
         await node.start()
         await node.ready()
