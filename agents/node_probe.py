@@ -7,11 +7,12 @@ whatever ran on it, and ``on_lost`` is told.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, Literal, Protocol
 
 from .bounded_probe import BoundedProbe
 from .probe import Facts, HostMemoryProbe
-from .probe_nvml import LOST, UNREADABLE, NvmlProbe
+from .probe_nvml import LOST, UNREADABLE, Nvml, NvmlProbe
 from .protocol.words import Reason
 
 ABSENT_CODES: Final = frozenset({LOST, UNREADABLE})
@@ -31,15 +32,17 @@ class ProbedDevice(Protocol):
 
 
 class NodeProbe:
-    """``seconds_max``: how long NVML may take. Thread-safe."""
+    """``seconds_max``: how long NVML may take. ``available``: bytes that the host can give. Thread-safe."""
 
-    def __init__(self, devices: Sequence[ProbedDevice], seconds_max: float) -> None:
+    def __init__(self, devices: Sequence[ProbedDevice], seconds_max: float, available: Callable[[], int]) -> None:
         host = [device for device in devices if not device.is_cuda]
         cuda = {device.device_id: (device.capacity_bytes, device.reserve_bytes) for device in devices if device.is_cuda}
         capacities = {device.device_id: device.capacity_bytes for device in host}
         reserves = {device.device_id: device.reserve_bytes for device in host if device.unified}
-        self._host = HostMemoryProbe(capacities, reserves) if host else None
-        self._nvml = BoundedProbe(NvmlProbe(cuda).read, list(cuda), seconds_max) if cuda else None
+        self._host = HostMemoryProbe(capacities, reserves, available) if host else None
+        self._nvml = (
+            BoundedProbe(NvmlProbe(cuda, partial(Nvml, available)).read, list(cuda), seconds_max) if cuda else None
+        )
 
     def look(self) -> Facts:
         """Blocks: some milliseconds, at most ``seconds_max`` where the driver hangs."""

@@ -64,20 +64,25 @@ def why_absent(facts: Mapping[str, DeviceFacts], device_ids: Iterable[str]) -> R
     return None
 
 
-def unified_facts(
-    facts: DeviceFacts, reserve_bytes: int, available: Callable[[], int] = available_bytes
-) -> DeviceFacts:
+def unified_facts(facts: DeviceFacts, reserve_bytes: int, available: Callable[[], int]) -> DeviceFacts:
     """What is free is what the host can still give, less its reserve. The page cache counts as available."""
     free_bytes = max(0, min(facts.free_bytes, available() - reserve_bytes))
     return replace(facts, used_bytes=facts.capacity_bytes - free_bytes, unified=True)
 
 
 class HostMemoryProbe:
-    """Looks at the devices given as uuid to capacity in bytes; of unified ones also what is kept for the host."""
+    """Looks at the devices given as uuid to capacity in bytes. ``reserves``: what unified ones keep for the host, which
+    can give ``available`` bytes now."""
 
-    def __init__(self, capacities: Mapping[str, int], reserves: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        capacities: Mapping[str, int],
+        reserves: Mapping[str, int] | None = None,
+        available: Callable[[], int] = available_bytes,
+    ) -> None:
         self._capacities = dict(capacities)
         self._reserves = dict(reserves or {})
+        self._available = available
 
     def look(self) -> dict[str, DeviceFacts]:
         """Every device as it is now. Costs a walk over /proc: some milliseconds for a hundred processes."""
@@ -103,7 +108,7 @@ class HostMemoryProbe:
             for uuid, capacity in self._capacities.items()
         }
         for uuid, reserve_bytes in self._reserves.items():
-            found[uuid] = unified_facts(found[uuid], reserve_bytes)
+            found[uuid] = unified_facts(found[uuid], reserve_bytes, self._available)
         return found
 
 

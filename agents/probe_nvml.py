@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from ..vmm.host_memory import available_bytes
 from .probe import DeviceFacts, unified_facts
 from .protocol.words import Reason
 
@@ -70,8 +71,10 @@ class NvmlFailed(Exception):
 class Nvml:
     """One process's use of NVML. Not thread-safe: one thread calls it."""
 
-    def __init__(self) -> None:
-        """Raises NvmlFailed where there is no driver, no library, or no nvidia-ml-py."""
+    def __init__(self, available: Callable[[], int] = available_bytes) -> None:
+        """``available``: bytes that the host can give, where that is the GPU's memory. Raises NvmlFailed where there is
+        no driver, no library, or no nvidia-ml-py."""
+        self._available = available
         try:
             self._nvml: Any = import_module("pynvml")
         except ImportError as error:
@@ -133,7 +136,7 @@ class Nvml:
         told, untold, bystanders = self._processes(uuid)
         if memory is None:
             held = {**told, **{pid: resident_bytes(pid) for pid in untold}}
-            return unified_facts(DeviceFacts(capacity_bytes, 0, held, bystanders), reserve_bytes)
+            return unified_facts(DeviceFacts(capacity_bytes, 0, held, bystanders), reserve_bytes, self._available)
         total_bytes, free_bytes = memory
         used_bytes = capacity_bytes - min(capacity_bytes, max(0, free_bytes - reserve_bytes))
         # Of bytes that are told of no process, each that holds some is taken to have an equal part.

@@ -67,7 +67,10 @@ class Memory:
     """Weights and KV cache in a pool. ``modes``: what becomes of a tag's contents."""
 
     def __init__(self, device: Path, sizes: dict[str, int], modes: dict[str, RestoreMode], seed: str) -> None:
-        self.pool = Pool(HostDriver(HostDevice.open(device)), restore_modes=modes)
+        opened = HostDevice.open(device)
+        if opened.kind == "unified":  # a real engine of such a machine loads its weights again
+            modes = dict.fromkeys(modes, RestoreMode.NONE)
+        self.pool = Pool(HostDriver(opened), restore_modes=modes)
         self.modes = modes
         self._sizes = sizes
         self._seed = seed

@@ -1,0 +1,74 @@
+"""A loan on unified memory: what is free is what the host can still give, whoever takes it meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from pathlib import Path
+
+from lull.agents.probe_nvml import host_bytes
+from lull.agents.protocol.capabilities import loses_weights
+from lull.agents.protocol.policy import EnginePolicy
+from lull.vmm.tags import RestoreMode
+from tests.agent_node import MIB
+from tests.engines.stand_in_node import StandInUnderTest, stand_in_node
+
+TAKES = """
+import os
+from lull.vmm import HostDevice, HostDriver
+(device,) = HostDevice.from_environment()
+assert device.kind == "unified"
+HostDriver(device).create(int(os.environ["LULL_HBM_BYTES"]))
+print("took", os.environ["CUDA_VISIBLE_DEVICES"] == "")
+"""
+
+
+class Host:
+    """What the machine says of its memory, which changes all the time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "meminfo"
+        self.available_bytes = 1 << 40
+        self._looks = itertools.count()
+        self.write()
+
+    def write(self) -> None:
+        draft = self.path.with_suffix(".new")
+        draft.write_text(f"MemAvailable: {self.available_bytes // 1024 + next(self._looks)} kB\n")
+        draft.replace(self.path)
+
+    async def live(self) -> None:
+        while True:
+            self.write()
+            await asyncio.sleep(0.005)
+
+
+async def test_an_engine_that_loads_its_weights_again_is_lent_on_unified_memory(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    engine = StandInUnderTest(kind="llama-server", script="llama_server.py")
+    device = {"path": tmp_path / "device0", "capacity_bytes": 16 * MIB, "memory": "unified"}
+    async with stand_in_node(tmp_path, engine, devices=[device], meminfo_file=host.path) as node:
+        assert node.daemon is not None
+        assert loses_weights(node.keeper().policy)
+        (opened,) = node.daemon.node.devices.values()
+        assert (opened.kind, opened.reserve_bytes) == ("host_unified", int(host_bytes() * 0.10))
+        # A backup would free nothing, and whoever sets such a policy is told so.
+        wanted = EnginePolicy(restore_modes={"model_weights": RestoreMode.CPU, "kv_cache": RestoreMode.NONE})
+        assert "on unified memory" in (node.keeper().set_policy(1, wanted) or "")
+        living = asyncio.create_task(host.live())
+        # The host has hardly more than the job needs; that it changes with every look is no reason to wait.
+        host.available_bytes = opened.reserve_bytes + 15 * MIB
+        job = node.job([sys.executable, "-c", TAKES], hbm_bytes=14 * MIB)
+        await node.open_loan(job)
+        await node.until_closed()
+        end = node.attempt_end(job.attempt_id)
+        assert end is not None
+        assert (end["end"], end["exit_code"], node.log_of(job.attempt_id)) == ("exited", 0, b"took True\n")
+        # The host runs short: nothing is free there, however little the device holds.
+        host.available_bytes = opened.reserve_bytes + MIB
+        await node.open_loan(node.job([sys.executable, "-c", TAKES], hbm_bytes=14 * MIB), loan_id="loan-2", epoch=2)
+        await node.until(lambda: (node.last_reason("loan-2") or {}).get("code") == "HBMNotFreed", "it is not free")
+        host.available_bytes = 1 << 40
+        await node.until_closed("loan-2")
+        living.cancel()
