@@ -159,8 +159,15 @@ def open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float, actor: st
     for spec in specs[first:]:
         start = wire.StartAttempt(loan_id=loan_id, attempt=spec)
         give_order(tx, action.node_id, start, term, now, loan_id=loan_id, attempt_id=spec.attempt_id)
+    _tell_opened(tx, action, loan_id, epoch, actor, now)
+    tx.touch("loans", "engines")
+    return loan_id
+
+
+def _tell_opened(tx: Tx, action: actions.OpenLoan, loan_id: str, epoch: int, actor: str, now: float) -> None:
+    device_ids, engine_ids = sorted(action.device_ids), sorted(action.engine_ids)
     sleeps = action.without_job
-    why = f"{len(specs)} job(s)" if sleeps is None else f"no job: its engines sleep, by {sleeps.wanted_by}"
+    why = f"{len(action.places)} job(s)" if sleeps is None else f"no job: its engines sleep, by {sleeps.wanted_by}"
     tx.event(
         "loan_changed",
         f"a loan of {len(device_ids)} device(s) was opened for {why}",
@@ -172,8 +179,6 @@ def open_loan(tx: Tx, action: actions.OpenLoan, term: int, now: float, actor: st
         to_state=(LoanState.DRAINING if engine_ids else LoanState.SETTLING).value,
         data={"device_ids": device_ids, "engine_ids": engine_ids, "epoch": epoch, "need_bytes": action.need_bytes},
     )
-    tx.touch("loans", "engines")
-    return loan_id
 
 
 def _policies_of(tx: Tx, action: actions.OpenLoan, engine_ids: Sequence[str], now: float) -> dict[str, EnginePolicy]:

@@ -141,6 +141,14 @@ async def test_an_operator_wakes_it_once(store: Store, agent: ModelAgent) -> Non
     assert [event.actor for event in await events(store, "engine_resume_ordered")] == ["bob"]
 
 
+async def test_a_silent_node_takes_no_order_to_resume(store: Store, agent: ModelAgent) -> None:
+    await asleep(store, agent)
+    await silence(store)
+    with pytest.raises(Conflict, match="silent"):
+        await store.resume_engine("alpha", "ann", None, time.time())
+    assert await events(store, "engine_resume_ordered") == []
+
+
 async def test_a_resume_that_the_node_had_not_taken_is_ordered_anew(store: Store, agent: ModelAgent) -> None:
     order = await asleep(store, agent)
     await store.resume_engine("alpha", "bob", None, time.time())
