@@ -29,6 +29,7 @@ from ..api.auth import TokenFileError, read_token
 from ..api.client import Client, ClientError
 from .agent_file import EngineEntry, write_agent_toml
 from .proc_facts import device_memory
+from .vllm_engine import VllmInstall
 
 T = TypeVar("T")
 
@@ -47,13 +48,15 @@ class BoxError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """One resident reference engine, alone on a device of its own."""
+    """One resident engine, alone on a device of its own: the reference engine, or a vLLM."""
 
     name: str
     weights_bytes: int
     kv_cache_bytes: int
     free_bytes: int  # what its device has left beside it
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # of the reference engine
+    vllm: VllmInstall | None = None
+    lends: bool = True
 
     @property
     def capacity_bytes(self) -> int:
@@ -239,7 +242,7 @@ def _write_agent_toml(box: Box) -> None:
         "node_name": "this-machine",
         "gateway": {"listen": f"127.0.0.1:{box.gateway_port}"},
     }
-    policy = {"when": "always", "gate": "hold", "restore_modes": {"model_weights": "CPU", "kv_cache": "NONE"}}
+    policy = {"gate": "hold", "restore_modes": {"model_weights": "CPU", "kv_cache": "NONE"}}
     entries = [
         EngineEntry(
             name=engine.name,
@@ -249,12 +252,21 @@ def _write_agent_toml(box: Box) -> None:
             weights_bytes=engine.weights_bytes,
             kv_cache_bytes=engine.kv_cache_bytes,
             capacity_bytes=engine.capacity_bytes,
-            policy=policy,
+            policy={"when": "always" if engine.lends else "manual", **policy},
             flags=("--threads", "1", *engine.flags),
+            more=_vllm_keys(box, engine),
         )
         for engine in box.engines
     ]
     write_agent_toml(box.directory / "agent.toml", settings, entries)
+
+
+def _vllm_keys(box: Box, engine: EnginePlan) -> dict[str, Any]:
+    if engine.vllm is None:
+        return {}
+    model, port = box.directory / f"model-{engine.name}", box.engine_ports[engine.name]
+    engine.vllm.write_model(model, engine.weights_bytes)
+    return engine.vllm.engine_keys(engine.name, port, model, box.device_path(engine.name), engine.kv_cache_bytes)
 
 
 def free_ports(count: int) -> list[int]:

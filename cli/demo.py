@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Final, NoReturn
+from enum import StrEnum
+from typing import Annotated, Any, Final, NamedTuple, NoReturn
 
 import httpx
 import typer
 
 from ..api.client import ClientError
-from ..bench.box import Box, BoxError, open_box
+from ..bench.box import Box, BoxError, EnginePlan, open_box
+from ..bench.vllm_engine import NoVllm, find_vllm
 from .demo_report import document_of, table_of
-from .demo_story import Facts, Story, plan_engines
+from .demo_story import Facts, Story, plan_engines, plan_vllm
 from .demo_view import LiveTeller, PlainTeller
 from .exits import ExitCode, fail, reported
 from .output import described
@@ -25,13 +27,35 @@ WEIGHTS_BYTES_MIN: Final = 16 << 20
 WEIGHTS_BYTES_MAX: Final = 64 << 30
 
 
+class _Usual(NamedTuple):
+    weights: str
+    timeout: str
+
+
+class DemoEngine(StrEnum):
+    REFERENCE = "reference"
+    VLLM = "vllm"
+
+
+_USUAL: Final = {DemoEngine.REFERENCE: _Usual("1GiB", "5m"), DemoEngine.VLLM: _Usual("64MiB", "20m")}
+
+
 def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave everything running and say where.")] = False,
     engine_weights: Annotated[
-        str, typer.Option("--engine-weights", metavar="SIZE", help="Weights of each of the two engines.")
-    ] = "1GiB",
-    timeout: Annotated[str, typer.Option("--timeout", metavar="DURATION", help="At most so long.")] = "5m",
+        str | None,
+        typer.Option(
+            "--engine-weights", metavar="SIZE", help="Weights of the engines. [default: 1GiB; vllm: 64MiB, of vLLM's]"
+        ),
+    ] = None,
+    engine: Annotated[
+        DemoEngine,
+        typer.Option("--engine", help="What is lent: our reference engine, or a real vLLM on the CPU if one is there."),
+    ] = DemoEngine.REFERENCE,
+    timeout: Annotated[
+        str | None, typer.Option("--timeout", metavar="DURATION", help="At most so long. [default: 5m; vllm: 20m]")
+    ] = None,
 ) -> None:
     """Watch one whole loan on this machine, without a GPU.
 
@@ -40,9 +64,11 @@ def demo(
     answers, and its traffic goes on. No request fails, and the other engine serves all the time.
     """
     with reported():
-        weights_bytes, seconds = _weights(engine_weights), _seconds(timeout)
+        usual = _USUAL[engine]
+        weights_bytes, seconds = _weights(engine_weights or usual.weights), _seconds(timeout or usual.timeout)
+        engines = _plan(engine, weights_bytes)
         with _terminated_like_interrupted():
-            facts, trouble, kept = run_demo(weights_bytes, seconds, keep, as_json)
+            facts, trouble, kept = run_demo(engines, seconds, keep, as_json)
         document = {**document_of(facts), "left_behind": trouble}
         if trouble:
             document["failures"] = [*document["failures"], *trouble]
@@ -54,9 +80,19 @@ def demo(
             raise typer.Exit(ExitCode.ERROR)
 
 
-def run_demo(weights_bytes: int, seconds: float, keep: bool, quiet: bool) -> tuple[Facts, list[str], Box | None]:
+def _plan(engine: DemoEngine, weights_bytes: int) -> list[EnginePlan]:
+    if engine is DemoEngine.REFERENCE:
+        return plan_engines(weights_bytes)
+    try:
+        return plan_vllm(find_vllm(), weights_bytes)
+    except NoVllm as error:
+        fail(f"demo --engine vllm: {error}", ExitCode.USAGE)
+
+
+def run_demo(
+    engines: Sequence[EnginePlan], seconds: float, keep: bool, quiet: bool
+) -> tuple[Facts, list[str], Box | None]:
     """The facts, what could not be cleared away, and the box if it was kept. Fails with a sentence."""
-    engines = plan_engines(weights_bytes)
     trouble: list[str] = []
     live = sys.stderr.isatty() and not quiet
     view = LiveTeller({plan.name: plan.capacity_bytes for plan in engines}) if live else PlainTeller(quiet)

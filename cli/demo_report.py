@@ -67,7 +67,7 @@ def parked_sample(facts: Facts) -> Sample | None:
 def memory_of(facts: Facts, before: Sample, parked: Sample | None, after: Sample) -> dict[str, int | None]:
     uuid, lent = facts.device_uuid, facts.lent
     capacity = facts.plan[ENGINE_NAMES.index(lent)].capacity_bytes
-    pids = before.pids("engine", lent)
+    pids = before.engine_pids(lent)
     private_before = sum(before.anonymous.get(pid, 0) for pid in pids)
     memory: dict[str, int | None] = {
         "free_bytes_before": capacity - before.used_bytes(uuid),

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import httpx
@@ -20,10 +20,12 @@ from .demo_watch import Sample, Watcher
 if TYPE_CHECKING:
     from ..api.client import Client
     from ..api.schemas import Job, Loan
+    from ..bench.vllm_engine import VllmInstall
 
 MIB: Final = 1 << 20
 ALIGN_BYTES: Final = 2 * MIB
 KV_CACHE_BYTES_MAX: Final = 64 * MIB
+OTHER_BYTES: Final = 16 * MIB  # weights of the engine beside a vLLM
 ENGINE_NAMES: Final = ("alpha", "beta")
 WARM_ANSWERS: Final = 3  # of every engine, before the job is submitted
 ASKED: Final = {"prompt": "Lull lends", "max_tokens": 8, "temperature": 0, "logprobs": 1}
@@ -35,6 +37,13 @@ def plan_engines(weights_bytes: int) -> list[EnginePlan]:
     kv_cache_bytes = _aligned(min(KV_CACHE_BYTES_MAX, weights_bytes // 2))
     free_bytes = _aligned(max(8 * MIB, weights_bytes // 4))
     return [EnginePlan(name, weights_bytes, kv_cache_bytes, free_bytes) for name in ENGINE_NAMES]
+
+
+def plan_vllm(vllm: VllmInstall, weights_bytes: int) -> list[EnginePlan]:
+    """A vLLM that is lent, and a small reference engine that serves all the time."""
+    first, other = plan_engines(weights_bytes)
+    beside = EnginePlan(other.name, OTHER_BYTES, OTHER_BYTES // 2, OTHER_BYTES // 2, lends=False)
+    return [replace(first, vllm=vllm), beside]
 
 
 def job_need_bytes(free_bytes: int, weights_bytes: int) -> int:
@@ -114,8 +123,12 @@ class Story:
             if watcher.failed is not None:
                 raise BoxError(f"the watcher of /proc failed: {watcher.failed!r}")
         self.facts.records = read_records(self._load_out)
-        self.facts.witness = {name: asdict(read_witness(self.box.witness_path(name))) for name in ENGINE_NAMES}
+        self.facts.witness = {name: asdict(read_witness(self.box.witness_path(name))) for name in self._ours()}
         return self.facts
+
+    def _ours(self) -> list[str]:
+        """Those that tell what reached them and where their memory lies."""
+        return [plan.name for plan in self.facts.plan if plan.vllm is None]
 
     def _left(self) -> float:
         return max(0.1, self._deadline - time.monotonic())
@@ -166,6 +179,10 @@ class Story:
                 answer = http.post(f"{self.box.gateway_url}/v1/completions", json={"model": name, **ASKED})
                 answer.raise_for_status()
                 answers[name] = answer.json()["choices"]
+                if name not in self._ours():
+                    # It answers several requests at once, and the last bits of a sum depend on which.
+                    answers[name] = [choice["text"] for choice in answers[name]]
+                    continue
                 places = http.get(f"{self.box.engine_url(name)}/lull/addresses")
                 places.raise_for_status()
                 addresses[name] = places.json()
@@ -186,9 +203,8 @@ class Story:
     def _lend(self, client: Client, watcher: Watcher) -> None:
         facts = self.facts
         assert facts.sample_before is not None
-        free = min(
-            plan.capacity_bytes - facts.sample_before.used_bytes(facts.devices[plan.name]) for plan in facts.plan
-        )
+        lent = [plan for plan in facts.plan if plan.lends]
+        free = min(plan.capacity_bytes - facts.sample_before.used_bytes(facts.devices[plan.name]) for plan in lent)
         facts.need_bytes = job_need_bytes(free, facts.plan[0].weights_bytes)
         self.teller.say(
             f"{free // MIB} MiB are free on each device; submitting a job that needs {facts.need_bytes // MIB} MiB"

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import psutil
@@ -16,6 +16,8 @@ from ..bench.proc_facts import DeviceMemory, anonymous_bytes, device_memory
 SAMPLE_SECONDS: Final = 0.1
 SAMPLES_MAX: Final = 50_000
 
+PART: Final = "engine part"
+_VLLM_MODULE: Final = "vllm.entrypoints.openai.api_server"
 _MODULE_ROLES: Final = {
     "lull.cli.demo_job": "job",
     "lull.cli.demo_load": "load",
@@ -45,12 +47,27 @@ def role_of(argv: Sequence[str]) -> tuple[str, str | None]:
             return _MODULE_ROLES[word], None
         if word.endswith("/agents/runner.py"):
             return "runner", None
+        if word == _VLLM_MODULE and "--served-model-name" in rest[:-1]:
+            return "engine", rest[rest.index("--served-model-name") + 1]
         if word == "lull.cli" and rest:
             if rest[0] == "engine":
                 name = rest[rest.index("--name") + 1] if "--name" in rest[:-1] else None
                 return "engine", name
             return rest[0], None
     return "other", None
+
+
+def with_parts(seen: Sequence[Seen]) -> list[Seen]:
+    """An engine may have processes of its own below the one that serves: vLLM's core and workers."""
+    found = {one.pid: one for one in seen}
+    parts: list[Seen] = []
+    for one in seen:
+        above, left = found.get(one.parent), len(found)
+        while one.role == "other" and above is not None and above.role == "other" and left:
+            above, left = found.get(above.parent), left - 1
+        is_part = one.role == "other" and above is not None and above.role == "engine"
+        parts.append(replace(one, role=PART, name=above.name) if is_part and above is not None else one)
+    return parts
 
 
 def look_at(processes: Sequence[psutil.Process]) -> list[Seen]:
@@ -60,7 +77,7 @@ def look_at(processes: Sequence[psutil.Process]) -> list[Seen]:
             argv = tuple(process.cmdline())
             role, name = role_of(argv)
             found.append(Seen(role, name, process.pid, process.ppid(), argv))
-    return found
+    return with_parts(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +90,11 @@ class Sample:
     def pids(self, role: str, name: str | None = None) -> list[int]:
         return [seen.pid for seen in self.processes if seen.role == role and name in (None, seen.name)]
 
+    def engine_pids(self, name: str) -> list[int]:
+        return [*self.pids("engine", name), *self.pids(PART, name)]
+
     def engine_bytes(self, name: str, device_uuid: str) -> int:
-        return self.memory.held_by(self.pids("engine", name), device_uuid)
+        return self.memory.held_by(self.engine_pids(name), device_uuid)
 
     def job_bytes(self, device_uuid: str) -> int:
         return self.memory.held_by(self.pids("job"), device_uuid)
@@ -85,7 +105,7 @@ class Sample:
 
 def take_sample(processes: Sequence[psutil.Process]) -> Sample:
     seen = look_at(processes)
-    anonymous = {engine.pid: anonymous_bytes(engine.pid) for engine in seen if engine.role == "engine"}
+    anonymous = {engine.pid: anonymous_bytes(engine.pid) for engine in seen if engine.role in ("engine", PART)}
     return Sample(time.monotonic(), tuple(seen), device_memory(process.pid for process in seen), anonymous)
 
 

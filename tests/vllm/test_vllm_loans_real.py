@@ -116,11 +116,11 @@ async def test_a_job_runs_in_the_memory_of_a_parked_vllm(
         assert drained.json()["usage"]["completion_tokens"] == 300, "drained, not cut off"
         assert vllm.held_mib() == 0
         assert node.device().free_bytes() <= (CAPACITY_MIB - JOB_MIB) * MIB
-        held = asyncio.create_task(ask(node))
         if level == 2:  # the agent dies while the job runs, and another one goes on
             await node.crash()
             await node.start()
             await node.until(lambda: node.daemon is not None and "loan-1" in node.daemon.loans, "the loan goes on")
+        held = asyncio.create_task(ask(node))
         go.touch()
         await node.until_closed("loan-1")
         await node.until_serving()
@@ -158,7 +158,7 @@ async def test_the_agent_starts_one_and_starts_it_again_when_it_dies_parked(tmp_
         await process.stop(5)
         go.touch()
         await node.until(lambda: "faulted" in node.states(), "its death is seen", 120)
-        await node.until_closed("loan-1")
+        await node.until_closed("loan-1", START_SECONDS_MAX)
         await node.until_serving()
         assert process.process.pid != first
         assert text_of(await ask(node)) == answer

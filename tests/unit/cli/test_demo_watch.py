@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lull.cli.demo_story import ALIGN_BYTES, MIB, job_need_bytes, plan_engines
-from lull.cli.demo_watch import role_of
+from lull.cli.demo_watch import PART, Seen, role_of, with_parts
 
 PYTHON = ["/usr/bin/python3", "-P", "-m"]
 
@@ -39,3 +39,23 @@ def test_the_job_needs_more_than_is_free_and_no_more_than_there_is(weights_bytes
 def test_with_a_gibibyte_of_weights_the_job_needs_half_a_gibibyte_more_than_is_free() -> None:
     plan = plan_engines(1024 * MIB)[0]
     assert job_need_bytes(plan.free_bytes, plan.weights_bytes) - plan.free_bytes >= 512 * MIB
+
+
+def test_processes_below_an_engine_are_parts_of_it() -> None:
+    """A vLLM's memory is held by its worker, two processes below the one that serves."""
+    serving = ("python", "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "alpha", "--port", "1")
+    assert role_of(serving) == ("engine", "alpha")
+    seen = [
+        Seen("agent", None, 1, 0, ()),
+        Seen("engine", "alpha", 2, 1, serving),
+        Seen("other", None, 3, 2, ("VLLM::EngineCore",)),
+        Seen("other", None, 4, 3, ("VLLM::Worker",)),
+        Seen("other", None, 5, 1, ("something",)),
+    ]
+    assert [(one.role, one.name) for one in with_parts(seen)] == [
+        ("agent", None),
+        ("engine", "alpha"),
+        (PART, "alpha"),
+        (PART, "alpha"),
+        ("other", None),
+    ]
