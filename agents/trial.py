@@ -62,7 +62,6 @@ async def learn_parks(engine: EngineHand) -> None:
     finally:
         engine.room_taken()
         engine.node.host_ram.release(_key(engine))
-        engine.report()
 
 
 def _key(engine: EngineHand) -> str:

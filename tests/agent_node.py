@@ -28,8 +28,10 @@ from lull.agents.daemon import Daemon
 from lull.agents.engine_keeper import EngineKeeper
 from lull.agents.gates.gateway import GatewayGate
 from lull.agents.job_logs import read_log
+from lull.agents.loan import Loan
 from lull.agents.processes import find_by_environ, identity, send_signal, wait_exited
 from lull.agents.protocol.loans import LoanState, LoanStep
+from lull.agents.protocol.plans import Plan
 from lull.agents.protocol.wire import AttemptSpec, GateState, OpenLoan, OrderEnvelope
 from lull.agents.settings import MEMORY_SERVICE_FLAGS, AgentSettings
 from lull.vmm.service.client import read_state
@@ -75,6 +77,7 @@ class EngineUnderTest:
     policy: dict[str, Any] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     attached: bool = False  # the test starts it, with the policy's restore modes, as its owner would
+    more: dict[str, Any] = field(default_factory=dict)  # other fields of its [[engines]]
 
 
 class AgentNode:
@@ -154,6 +157,7 @@ class AgentNode:
             "health_seconds_max": 60,
             "stop_seconds_max": 5,
             "policy": {"when": "always", "settle_samples": 2, "settle_seconds_max": 2, **engine.policy},
+            **engine.more,
         }
 
     def witness_path(self, name: str) -> Path:
@@ -290,6 +294,7 @@ class AgentNode:
         device_ids: list[str] | None = None,
         need_bytes_by_device: dict[str, int] | None = None,
         expects_more: bool = False,
+        plans: dict[str, Plan] | None = None,
     ) -> str:
         keepers = [self.keeper(name) for name in (engines if engines is not None else [self.engines[0].name])]
         devices = device_ids or sorted({d for keeper in keepers for d in keeper.device_ids}) or self.device_ids[:1]
@@ -304,6 +309,7 @@ class AgentNode:
             attempts=list(attempts),
             need_bytes_by_device=need_bytes_by_device,
             expects_more=expects_more,
+            plans={self.keeper(name).engine_id: plan for name, plan in (plans or {}).items()},
         )
         await self.order(order)
         return loan_id
@@ -321,6 +327,15 @@ class AgentNode:
     def steps(self, loan_id: str = "loan-1") -> list[LoanStep]:
         assert self.daemon is not None
         return [row.step for row in self.daemon.journal.steps(loan_id)]
+
+    def data_of(self, step: LoanStep, loan_id: str = "loan-1") -> dict[str, Any]:
+        """What was written down with the last such step."""
+        assert self.daemon is not None
+        return next(row.data for row in reversed(self.daemon.journal.steps(loan_id)) if row.step is step)
+
+    def loan(self, loan_id: str = "loan-1") -> Loan:
+        assert self.daemon is not None
+        return self.daemon.loans[loan_id]
 
     def log_of(self, attempt_id: str) -> bytes:
         """What the attempt wrote to stdout so far."""

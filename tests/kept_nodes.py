@@ -34,7 +34,9 @@ async def take(
     from tests.agent_node import AgentNode
 
     # A directory that is there already is something special to its test, a small disk for example.
-    own = (root / "agent").exists() or any(engine.faults or engine.extra or engine.attached for engine in engines)
+    own = (root / "agent").exists() or any(
+        engine.faults or engine.extra or engine.attached or engine.more for engine in engines
+    )
     found = None if own else _kept.pop(_key(engines, capacities), None)
     if found is None:
         node = AgentNode(root, engines, capacities, **settings)
