@@ -21,7 +21,7 @@ DEVICE_BYTES = 6 << 20  # of the two on a device with granules of 2 MiB
 PROGRAM = f"""
 import ctypes, os, signal, sys
 from pathlib import Path
-from lull.vmm.service import client as clients, protocol
+from lull.vmm.service import client as clients
 from lull.vmm.errors import ContentsLost
 from lull.vmm.service.errors import ServiceUnavailable
 from lull.vmm.service.data_pool import DataPool
@@ -30,7 +30,7 @@ from lull.vmm.service.pool import Piece, ServicePool
 TAG, A_BYTES, B_BYTES = {TAG!r}, {A_BYTES}, {B_BYTES}
 device, socket = sys.argv[1], Path(sys.argv[2])
 calls, kill_at, moment, victim = 0, 0, "", os.getpid()
-whole_call, whole_receive = clients.ServiceClient.call, protocol.receive
+whole_call, whole_wait = clients.ServiceClient.call, clients.ServiceClient._await_answer
 
 def call(self, op, **fields):
     global calls
@@ -40,14 +40,14 @@ def call(self, op, **fields):
         os.kill(os.getpid(), signal.SIGKILL)  # answered, and nothing was made of it
     return answer
 
-def receive(*given, **fields):
+def wait(*given, **fields):
     if calls == kill_at and moment == "sent":
         os.kill(os.getpid(), signal.SIGKILL)
     if calls == kill_at and moment == "service":
         os.kill(victim, signal.SIGKILL)
-    return whole_receive(*given, **fields)
+    return whole_wait(*given, **fields)
 
-clients.ServiceClient.call, protocol.receive = call, receive
+clients.ServiceClient.call, clients.ServiceClient._await_answer = call, wait
 
 def new_driver():
     if device.startswith("GPU-"):

@@ -107,7 +107,8 @@ class MemoryService:
 def memory_service(
     root: Path, device: str, *, flags: tuple[str, ...] = (), environment: Mapping[str, str] | None = None
 ) -> Iterator[MemoryService]:
-    service = MemoryService(device, root / "service" / "m.sock", root / "state", environment or {}, flags)
+    mine = {"TMPDIR": str(root), **(environment or {})}  # the lock of a GPU, whose UUID is every run's here
+    service = MemoryService(device, root / "service" / "m.sock", root / "state", mine, flags)
     service.start()
     try:
         yield service

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import threading
 import time
@@ -18,8 +19,12 @@ from .state import Lock
 
 CONNECT_SECONDS_MAX: Final = 30.0
 CALL_SECONDS_MAX: Final = 30.0
+# A service that answers nobody for so long is stopped or stuck: it is not waited for as one that has work is.
+ALIVE_EVERY_SECONDS: Final = 5.0
+ALIVE_SECONDS_MAX: Final = 20.0
 _RETRY_SECONDS: Final = 0.02
 _CONNECT_SECONDS_MIN: Final = 1.0  # for a service that is there and busy
+_AFTER_ALL: Final = 1 << 62  # no event has such a number
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +67,11 @@ class ServiceClient:
             try:
                 self._socket.settimeout(protocol.FRAME_SECONDS_MAX)
                 protocol.send_frame(self._socket, frame, fd)
-                received = protocol.receive(self._socket, first_byte_seconds_max=seconds_max)
+                self._await_answer(self._socket, seconds_max)
+                received = protocol.receive(self._socket, first_byte_seconds_max=protocol.FRAME_SECONDS_MAX)
+            except ServiceUnavailable as error:
+                self._close()
+                raise ServiceUnavailable(f"memory service {self.path}: no answer to {op}, and {error}") from None
             except TimeoutError:
                 self._close()
                 raise ServiceUnavailable(f"memory service {self.path}: no answer to {op} in {seconds_max} s") from None
@@ -97,6 +106,22 @@ class ServiceClient:
     def close(self) -> None:
         with self._lock:
             self._close()
+
+    def _await_answer(self, connection: socket.socket, seconds_max: float) -> None:
+        """Looks now and then whether the service answers anybody. Raises TimeoutError, and ServiceUnavailable for one
+        that is stopped."""
+        deadline = time.monotonic() + seconds_max
+        while not _is_readable(connection, min(ALIVE_EVERY_SECONDS, max(0.0, deadline - time.monotonic()))):
+            left_seconds = deadline - time.monotonic()
+            if left_seconds <= 0:
+                raise TimeoutError
+            try:
+                _ask_once(self.path, "events", min(ALIVE_SECONDS_MAX, left_seconds), after=_AFTER_ALL)
+            except ServiceRefused:
+                continue  # it has no place for one more, which is an answer
+            except ServiceUnavailable:
+                if not _is_readable(connection, 0):
+                    raise
 
     def _last_words(self) -> LullMemoryError | None:
         """Why a service that has hung up did so, if it said it before our request reached it."""
@@ -168,6 +193,12 @@ def _ask_once(path: Path, op: str, seconds_max: float, **fields: Any) -> Message
         return client.ask(op, seconds_max=seconds_max, **fields)
     finally:
         client.close()
+
+
+def _is_readable(connection: socket.socket, seconds_max: float) -> bool:
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    return bool(poller.poll(int(seconds_max * 1000) + 1 if seconds_max else 0))
 
 
 def _connect(path: Path, seconds_max: float) -> socket.socket:

@@ -8,6 +8,7 @@ import logging.handlers
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Collection, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -65,8 +66,7 @@ def run_service(settings: ServiceSettings) -> int:
             settings.require_sound()
             _log_to(settings.state_dir)
             driver = _open_driver(settings.device)
-            if not settings.device.startswith(_CUDA_UUIDS):  # a GPU has no folder to lock
-                stack.enter_context(_only_service(settings))
+            stack.enter_context(_only_service(settings))
             holdings = Holdings(driver, settings.limits, copy_threads=settings.copy_threads)
             server = Server(holdings, settings.socket.absolute(), allowed_uids=settings.allowed_uids)
         except (LullMemoryError, OSError, ValueError, ImportError) as error:
@@ -93,8 +93,14 @@ def _open_driver(device: str) -> Driver:
 
 @contextmanager
 def _only_service(settings: ServiceSettings) -> Generator[None]:
-    """Of a host device: two would make two copies of what engines share, and know nothing of each other."""
-    fd = os.open(Path(settings.device) / "memory-service.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Of a device: two would make two copies of what engines share, and know nothing of each other."""
+    try:
+        fd = os.open(_lock_path(settings.device), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except PermissionError as error:
+        raise DeviceServed(
+            f"--device {settings.device}: {error.filename} belongs to another user, whose memory service serves it or "
+            "has served it; attach there, or remove that file"
+        ) from error
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,6 +115,13 @@ def _only_service(settings: ServiceSettings) -> Generator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _lock_path(device: str) -> Path:
+    """A GPU has no folder of its own: it is one of the system, the same for all that may serve it."""
+    if device.startswith(_CUDA_UUIDS):
+        return Path(tempfile.gettempdir()) / f"lull-memory-service-{device}.lock"
+    return Path(device) / "memory-service.lock"
 
 
 def _require(condition: bool, message: str) -> None:

@@ -331,9 +331,9 @@ class Connection(ABC):
             return
         pool, session = self._pool, self._session
         self._pool = self._session = None
-        survivor = self._process if self._process is not None and may_write(self._process) else None
+        lives = session.holds_data and self._process is not None and may_write(self._process)
         with self.holdings.mutex:
-            todo = pool.state.gone(session, survivor)
+            todo = pool.state.gone(session, self._process if lives else None)
         try:
             if todo is Todo.CLEAR:
                 self.clear(pool)

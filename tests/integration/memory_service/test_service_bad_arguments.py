@@ -90,7 +90,7 @@ def test_a_closed_pool_says_so(world: World) -> None:
     for again in (pool.commit, lambda: pool.allocate(MIB), lambda: pool.resume([pool.tag])):
         with pytest.raises(PoolClosed, match="pool w is closed; make another"):
             again()
-    assert world.service.pool()["parked_pids"] == []
+    wait_until(lambda: world.service.pool()["parked_pids"] == [], 10, "the closed pool forgotten")
     pool.close()
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +87,31 @@ def test_a_standby_s_range_costs_one_block_on_cuda_too(gpu: Gpu) -> None:
     assert bytes(buffer) == bytes(8 * MIB)
     scratch.close()
     driver.close()
+
+
+def test_a_gpu_has_one_service(gpu: Gpu, tmp_path: Path) -> None:
+    second = MemoryService(gpu.uuid, tmp_path / "second" / "m.sock", tmp_path / "state2", gpu.service.environment)
+    argv = [sys.executable, "-m", "lull.vmm.service", "--device", gpu.uuid, "--socket", str(second.socket)]
+    environment = {**os.environ, **gpu.service.environment}
+    refused = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 1
+    assert f"another memory service serves it already (process {gpu.service.pid} on socket" in refused.stderr
+    gpu.service.kill()
+    second.start()
+    assert second.stop() == 0
+
+
+def test_data_outlives_its_writer_on_cuda_too(gpu: Gpu) -> None:
+    assert gpu.clients.data_life() == 0
+    gpu.clients.kill(gpu.clients.write_half())
+    wait_until(lambda: gpu.service.pool("kv")["state"] == "sealed", 10, "the writer forgotten")
+    assert gpu.service.pool("kv")["data"]["torn"] == 1
+    assert gpu.clients.write_outside() == -signal.SIGSEGV
+    assert gpu.clients.data_life() == 0
+    assert gpu.service.pool("kv")["data"]["torn"] == 0
+    assert gpu.clients.data_life(kill_at=12) == -signal.SIGKILL
+    assert gpu.clients.data_life() == 0
+    assert "Traceback" not in gpu.service.log()
 
 
 def test_the_service_has_no_context_until_a_backup_is_asked_for(new_fake_cuda: NewFakeCuda, tmp_path: Path) -> None:
