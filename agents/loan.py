@@ -263,6 +263,15 @@ class Loan:
     def seconds_left(self) -> float | None:
         return None if self.restore_by_boottime is None else self.restore_by_boottime - boottime()
 
+    @property
+    def sleeps_until_seconds(self) -> float | None:
+        """How long its engines sleep for sure, unless an operator resumes them; None where a request, a job's end or
+        the scheduler may wake them at any time."""
+        if self.without_job is None or self.without_job.wake_on_request or self.recalled:
+            return None
+        left = self.seconds_left()
+        return None if left is None else max(0.0, left)
+
     async def unless_recalled(self, act: Awaitable[T]) -> T:
         """The result of ``act``, which may be broken off; raises Recalled if a recall or ``restore_by`` comes first."""
         task = asyncio.ensure_future(act)

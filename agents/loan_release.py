@@ -174,6 +174,7 @@ async def _drain_engine(loan: Loan, engine: EngineKeeper) -> LoanEvent:
     try:
         in_flight = await engine.close_gate(policy)
         loan.step(LoanStep.GATE_CLOSED, engine, data={"in_flight": in_flight})
+        await engine.gate.foretell(engine.engine_id, loan.sleeps_until_seconds)
         loan.watch_requests(engine)
         engine.report()
         left = await engine.gate.wait_drained(engine.engine_id, policy.drain_seconds_max)

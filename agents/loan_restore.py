@@ -46,6 +46,7 @@ async def _restore_engine(loan: Loan, engine: EngineKeeper, still_waking: set[st
             loan.take(LoanEvent.WAKE_OUT_OF_MEMORY, Reason(code="WakeOutOfMemory", sentence=sentence), engine)
             loan.node.alert("critical", "wake_out_of_memory", sentence, engine_id=engine.engine_id)
 
+    await engine.gate.foretell(engine.engine_id, None)
     try:
         await engine.wake(loan.sink(engine), policy, out_of_memory)
         still_waking.discard(engine.engine_id)

@@ -42,6 +42,14 @@ class CloseRequest(BaseModel):
     expected_open_seconds: Annotated[float, Field(ge=0, le=30 * 24 * 3600)] | None = None
 
 
+class ExpectRequest(BaseModel):
+    """In how many seconds the closed gate will be opened; None: nobody knows. The next close forgets it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    open_seconds: Annotated[float, Field(ge=0, le=30 * 24 * 3600)] | None
+
+
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
@@ -67,6 +75,7 @@ class Control:
         app.router.add_put("/routes/{engine_id}", self._put)
         app.router.add_delete("/routes/{engine_id}", self._delete)
         app.router.add_post("/routes/{engine_id}/close", self._close)
+        app.router.add_post("/routes/{engine_id}/expect", self._expect)
         app.router.add_post("/routes/{engine_id}/open", self._open)
         app.router.add_get("/routes/{engine_id}/drained", self._drained)
         app.router.add_get("/routes/{engine_id}/wanted", self._wanted)
@@ -110,6 +119,12 @@ class Control:
         _log.info("engine %s: closed (%s), %d in flight", route.engine_id, body.gate, route.admission.in_flight)
         # Counted now: whatever was admitted before the gate closed is in it or has ended.
         return web.json_response({"state": route.view().state, "in_flight": route.admission.in_flight})
+
+    async def _expect(self, request: web.Request) -> web.Response:
+        body = await _read(request, ExpectRequest)
+        route = self._route(request)
+        route.expect_open(body.open_seconds)
+        return web.json_response(_document(route))
 
     async def _open(self, request: web.Request) -> web.Response:
         route = self._route(request)

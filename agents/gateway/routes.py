@@ -129,6 +129,11 @@ class Route:
         self.renew_connections()
         return in_flight
 
+    def expect_open(self, seconds: float | None) -> None:
+        """What was foreseen when the gate was closed is foreseen otherwise now."""
+        if not self.admission.is_open:
+            self.admission.expected_open_at = None if seconds is None else time.monotonic() + seconds
+
     def open(self) -> None:
         if not self.admission.is_open:
             self.renew_connections()
