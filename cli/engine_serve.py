@@ -15,15 +15,17 @@ import typer
 if TYPE_CHECKING:
     from ..vmm.reference_engine.settings import EngineSettings
 
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(help="Directory of the host-memory device, or the UUID of a GPU. [default: $LULL_HOST_DEVICE]"),
+]
+
 
 def serve(
     name: Annotated[str, typer.Option(help="Name of the model that is served.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 9001,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Directory of the host-memory device, or the UUID of a GPU. [default: $LULL_HOST_DEVICE]"),
-    ] = None,
+    device: DeviceOption = None,
     weights: Annotated[str, typer.Option(help="Size of the weights, at least 1MiB.")] = "1GiB",
     kv_cache: Annotated[str, typer.Option(help="Size of the KV cache; bounds the context.")] = "64MiB",
     seed: Annotated[int, typer.Option(help="Of the weights, and of sampling where a request names none.")] = 0,
