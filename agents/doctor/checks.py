@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import configuration, disk, engines, host, server, traffic
+from . import configuration, disk, engine_flags, engines, host, host_devices, nvidia, server, traffic
 from .scene import Check
 
 CHECKS: Final[tuple[Check, ...]] = (
     *configuration.CHECKS,
     *disk.CHECKS,
     *host.CHECKS,
+    *host_devices.CHECKS,
+    *nvidia.CHECKS,
     *server.CHECKS,
     *traffic.CHECKS,
     *engines.CHECKS,
+    *engine_flags.CHECKS,
 )

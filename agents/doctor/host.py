@@ -45,7 +45,8 @@ def backups(settings: AgentSettings) -> list[Backup]:
     found: list[Backup] = []
     for engine in settings.engines:
         footprint: dict[str, int] = read_json(engine_folder(settings, engine) / "facts.json").get("footprint") or {}
-        capacity = sum(int(getattr(settings.devices[index], "capacity_bytes", 0)) for index in engine.device_indexes)
+        # Of a GPU that was not measured yet, what it has is not asked: it is a warning at most.
+        capacity = sum(settings.devices[index].capacity_bytes or 0 for index in engine.device_indexes)
         if (one := backup_of(engine, sum(footprint.values()) if footprint else None, capacity)) is not None:
             found.append(one)
     return found
@@ -58,6 +59,9 @@ def judge_host_memory(available_bytes: int, reserve_bytes: int, wanted: Sequence
     have, found = max(0, available_bytes - reserve_bytes), list[Finding]()
     for one in wanted:
         how = "as measured" if one.is_measured else "at most, since it has not run yet"
+        if not one.nbytes:
+            found.append(not_applicable("what it holds on its GPU is not measured yet", one.engine))
+            continue
         seen = f"its backup takes {in_mib(one.nbytes)} ({how}); {in_mib(have)} are available above the reserve"
         if one.nbytes <= have:
             found.append(ok(seen, one.engine))
@@ -73,7 +77,7 @@ def judge_host_memory(available_bytes: int, reserve_bytes: int, wanted: Sequence
 
 def check_host_memory(scene: Scene) -> list[Finding]:
     settings = scene.known
-    return judge_host_memory(mem_available_bytes(), settings.host_reserve_bytes, backups(settings))
+    return judge_host_memory(mem_available_bytes(settings.meminfo_file), settings.host_reserve_bytes, backups(settings))
 
 
 def judge_memlock(limit_bytes: int | None, wanted: Sequence[Backup], whose: str) -> Finding:
@@ -231,10 +235,10 @@ def look_at_rights() -> Rights:
         if line.startswith("CapEff:"):
             mask = int(line.split()[1], 16)
     hidden = 0
-    for entry in os.scandir("/proc"):
-        if entry.name.isdecimal():
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
             try:
-                os.readlink(f"{entry.path}/ns/mnt")
+                os.readlink(f"/proc/{name}/ns/mnt")
             except PermissionError:
                 hidden += 1
             except OSError:

@@ -10,6 +10,7 @@
  *   process DEVICE PID BYTES TYPE one more process in a list: C compute, G graphics, M MPS client; BYTES "na": not told
  *   bytes_na DEVICE               no process's bytes are told
  *   keep DEVICE                   what was once seen stays: the driver frees late
+ *   persistence DEVICE MODE       0: off; compute DEVICE MODE: nvmlComputeMode_t
  *   reserved DEVICE BYTES         taken by the driver itself: part of `total`, neither `used` nor `free` in v2
  *
  * What the real one does, as told in public:
@@ -306,6 +307,24 @@ EXPORTED Return nvmlDeviceGetMigMode(const Device *device, unsigned *now, unsign
     ENTER_DEVICE(device);
     if (!budget->slices) return NOT_SUPPORTED;
     *now = *pending = device->number == 0;
+    return SUCCESS;
+}
+
+EXPORTED Return nvmlDeviceGetPersistenceMode(const Device *device, unsigned *mode)
+{
+    ENTER_DEVICE(device);
+    uint64_t number = 1;
+    has_fault("persistence", device->number, &number);
+    *mode = (unsigned)number;
+    return SUCCESS;
+}
+
+EXPORTED Return nvmlDeviceGetComputeMode(const Device *device, unsigned *mode)
+{
+    ENTER_DEVICE(device);
+    uint64_t number = 0;
+    has_fault("compute", device->number, &number);
+    *mode = (unsigned)number;
     return SUCCESS;
 }
 

@@ -23,6 +23,8 @@ from lull.agents.gates.gateway import GatewayGate
 from lull.agents.main import STOP_EVERYTHING
 from lull.agents.protocol.wire import GateState, Reason
 from lull.agents.quarantine import write_quarantine
+from lull.vmm.host_device import HostDevice
+from lull.vmm.host_driver import HostDriver
 from tests.agent_node import free_port
 from tests.cli_here import run_here
 from tests.engines.spawned import ROOT, spawned, stand_in_command
@@ -322,3 +324,23 @@ def test_an_engine_that_nobody_runs(tmp_path: Path) -> None:
         ("mine", "not_applicable"),
         ("theirs", "failed"),
     ]
+
+
+def test_a_host_device_of_another_size_or_with_somebody_on_it(tmp_path: Path) -> None:
+    config = agent_toml(tmp_path)
+    _, found = doctor(config)
+    assert statuses(found, "host_devices") == ["ok"]
+    assert not (tmp_path / "device").exists()
+    device = HostDevice.create(tmp_path / "device", capacity_bytes=16 * MIB)
+    driver = HostDriver(device)
+    handle = driver.create(driver.granularity())
+    _, found = doctor(config)
+    assert statuses(found, "host_devices") == ["ok", "warning"]
+    assert f"{os.getpid()} (" in found["host_devices"][1]["seen"]
+    driver.release(handle)
+    config.write_text(config.read_text().replace("16MiB", "32MiB"))
+    _, found = doctor(config)
+    assert statuses(found, "host_devices") == ["failed"]
+    config.write_text(config.read_text().replace("32MiB", "900TiB").replace('"device"', '"other"'))
+    _, found = doctor(config)
+    assert statuses(found, "host_devices") == ["warning"]
