@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lull.agents.processes import environ_value
 from lull.agents.protocol.loans import LoanState, LoanStep
-from lull.agents.protocol.wire import GateState, StopAttempt
+from lull.agents.protocol.wire import EngineState, GateState, StopAttempt
 from tests.agent_node import MIB, EngineUnderTest
 from tests.fake_nvml.library import GPU_IS_LOST, gpu_uuid
 from tests.gpu_node import GPU_BYTES, GpuMachine, GpuNode, gpu_machine
@@ -199,6 +200,45 @@ async def test_a_gpu_that_is_lost_under_a_job_is_lent_to_nobody_until_it_is_back
         assert "device_back" in alerts(node)
         await node.ready()
         assert (await node.ask()).json()["choices"] == before.json()["choices"]
+
+
+async def test_a_job_that_dies_of_its_lost_gpu_is_told_from_one_that_fails(machine: GpuMachine, tmp_path: Path) -> None:
+    dies = f"""
+import os, sys, time
+print("up", flush=True)
+while not os.path.exists({str(tmp_path / "dies")!r}):
+    time.sleep(0.01)
+sys.exit(3)
+"""
+    async with machine.node(engine_poll_seconds=30.0) as node:  # nobody looks meanwhile
+        job = node.gpu_job([sys.executable, "-c", dies])
+        await node.open_loan(job)
+        await node.until(lambda: node.log_of(job.attempt_id) == b"up\n", "the job runs")
+        node.nvml.begin("error", "*", 0, GPU_IS_LOST)
+        (tmp_path / "dies").touch()
+        end = await node.until(lambda: node.attempt_end(job.attempt_id), "the job's end")
+        assert (end["end"], end["exit_code"], end["reason"]["code"]) == ("exited", 3, "gpu_lost")
+        node.nvml.end_all()
+        await node.until_closed()
+        await node.ready()
+
+
+async def test_an_engine_on_a_lost_gpu_serves_nobody_until_it_answered_right_again(machine: GpuMachine) -> None:
+    async with machine.node() as node:
+        keeper = node.keeper()
+        process = keeper.process_identity
+        node.nvml.begin("hide", 0)
+        await node.until(lambda: keeper.gate_state is GateState.CLOSED, "its gate is closed")
+        await node.until(lambda: keeper.state is EngineState.FAILED, "it counts as failed")
+        assert not keeper.verified_now()
+        assert keeper.reason is not None
+        assert (keeper.reason.code, "see dmesg for Xid" in keeper.reason.sentence) == ("DeviceLost", True)
+        canaries = len(node.witness())
+        node.nvml.end_all()
+        await node.ready()
+        assert keeper.process_identity == process  # it was right, so it was not started anew
+        assert len(node.witness()) > canaries
+        assert (await node.ask()).status_code == 200
 
 
 async def test_a_driver_that_hangs_hangs_nobody_else(machine: GpuMachine) -> None:
