@@ -87,7 +87,9 @@ class EngineConnection(asyncio.Protocol):
             else:
                 piece = self._take(data)
                 self._asker_of_piece().on_piece(piece, self._complete)
-        except (BadHead, httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+        except httptools.HttpParserUpgrade:
+            self._break("it switched protocols, which nobody asked for")
+        except (BadHead, httptools.HttpParserError) as error:
             self._break(str(error) or type(error).__name__)
 
     def eof_received(self) -> None:
@@ -176,8 +178,6 @@ class EngineConnection(asyncio.Protocol):
                     self._memo = memo_of(raw, head)
                 self._asker_of_piece().on_head(head, raw, piece, self._complete)
                 return
-            if status == 101:
-                raise BadHead("101 Switching Protocols: nobody asked for that")
             data, self._complete = rest, False
         if len(data) > ANSWER_HEAD_BYTES_MAX:
             raise BadHead(f"the head is longer than {ANSWER_HEAD_BYTES_MAX} bytes")

@@ -169,10 +169,12 @@ class RequestConnection(asyncio.Protocol, ABC):
         if end <= 0:
             if data.startswith(b"\r\n"):  # an empty line before a request is no request
                 return data[2:]
-            if len(data) <= REQUEST_HEAD_BYTES_MAX:
-                self._buffer = data
-            else:
+            if len(data) > REQUEST_HEAD_BYTES_MAX:
                 self._bad_request(f"the head is longer than {REQUEST_HEAD_BYTES_MAX} bytes")
+            elif data.count(b"\n") != data.count(b"\r\n"):
+                self._bad_request("a line ends with a bare LF")  # no end of this head would ever be found
+            else:
+                self._buffer = data
             return b""
         end += len(END)
         try:
