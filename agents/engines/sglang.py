@@ -21,6 +21,7 @@ import structlog
 
 from ...vmm.tags import RestoreMode
 from ..errors import AgentError, EngineAuthRefused, EngineRefused
+from ..processes import environ_value
 from ..protocol.capabilities import KV_CACHE, MODEL_WEIGHTS, Capabilities, ParkPlan
 from ..protocol.policy import CanaryPolicy, EnginePolicy
 from ..protocol.wire import EngineState
@@ -42,6 +43,7 @@ _CHANGED_SHARE: Final = 0.02  # of the bytes before a call: less than this is th
 _STILL_SECONDS: Final = 2.0
 
 _NAMES: Final = {MODEL_WEIGHTS: "weights", KV_CACHE: "kv_cache"}  # ours to theirs
+_GRAPHS: Final = "cuda_graph"  # released and woken with the weights, where the server keeps graphs in its saver
 
 # What the ledger's `state` says. Nothing in it: nothing is released and nobody of ours has paused it.
 PAUSING: Final = "pausing"  # nothing is released
@@ -171,6 +173,8 @@ class SglangAdapter:
         accepted(await self._control("/pause_generation", {"mode": "abort"}, _STATUS_SECONDS))
         await self._wait_idle(seconds_max * _IDLE_SHARE)
         tags = [_NAMES[tag] for tag in sorted(policy.restore_modes)]
+        if "weights" in tags and self._saves_graphs(info):
+            tags.append(_GRAPHS)
         before = await self._outside.held_bytes()
         reload = info.get("model_path") if "weights" in tags and loses_weights(info) else None
         self._still_since = None
@@ -182,6 +186,17 @@ class SglangAdapter:
             self._write_after(state=PAUSING)  # refused before the scheduler heard of it
             raise
         self._write_after(state=RELEASED)
+
+    def _saves_graphs(self, info: Mapping[str, Any]) -> bool:
+        """By the environment that it was started with; /server_info does not tell. Between several ranks a graph hangs
+        after it was woken unless NCCL left its buffers unregistered (fzyzcjy/torch_memory_saver#88)."""
+        incarnation = self._outside.incarnation
+        if incarnation is None:
+            return False
+        pid = int(incarnation.split(":")[1])
+        if environ_value(pid, "SGLANG_MEMORY_SAVER_CUDA_GRAPH") not in ("1", "true"):
+            return False
+        return info.get("tp_size", 1) == 1 or environ_value(pid, "NCCL_GRAPH_REGISTER") == "0"
 
     async def _wait_idle(self, seconds_max: float) -> None:
         """Nothing runs and nothing waits: /flush_cache does its work only then."""
@@ -208,7 +223,7 @@ class SglangAdapter:
             raise EngineRefused(409, f"nothing is released (ledger: {kept.get('state')})")
         deadline = asyncio.get_running_loop().time() + seconds_max
         if "weights" in kept["tags"]:
-            await self._resume(["weights"], deadline)
+            await self._resume([tag for tag in ("weights", _GRAPHS) if tag in kept["tags"]], deadline)
         await self._reload(deadline)  # before the KV cache takes its room
         if "kv_cache" in kept["tags"]:
             await self._resume(["kv_cache"], deadline)
@@ -288,7 +303,7 @@ def read_capabilities(info: Mapping[str, Any]) -> Capabilities:
         fragile = (
             "the draft model has no backup (--enable-draft-weights-cpu-backup): all weights are loaded from disk again"
         )
-    notes = ["CUDA graphs, NCCL buffers and the CUDA context stay on the device"]
+    notes = ["NCCL buffers and the CUDA context stay on the device, and CUDA graphs but where they are saved too"]
     if not keeps:
         notes.append("without --enable-weights-cpu-backup the weights are loaded from disk at every wake")
     weights = [RestoreMode.CPU, RestoreMode.PINNED] if keeps else [RestoreMode.NONE]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -139,7 +140,7 @@ async def test_requests_that_came_past_the_gate_refuse_the_park(vllm: Spawned) -
         assert (await asyncio.wait_for(asked, CALL_SECONDS)).json()["usage"]["completion_tokens"] == 400
 
 
-def test_the_sleep_back_end_is_known_to_the_real_factory() -> None:
+def test_the_sleep_back_end_is_known_to_the_real_factory(tmp_path: Path) -> None:
     """Its interface is in 0.32; the CPU build refuses --enable-sleep-mode, so no worker of it makes one."""
     script = (
         "from types import SimpleNamespace\n"
@@ -153,6 +154,8 @@ def test_the_sleep_back_end_is_known_to_the_real_factory() -> None:
         "except NoPool as error:\n"
         "    print('refused:', error)\n"
     )
-    done = subprocess.run([vllm_python(), "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [vllm_python(), "-P", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "refused: --sleep-mode-backend lull parks what its worker class has allocated" in done.stdout

@@ -55,6 +55,26 @@ async def settled(engine: Spawned, *states: EngineState) -> Observation:
     return seen
 
 
+@pytest.mark.parametrize(
+    ("ranks", "registers", "left_mib"), [("1", None, 0), ("2", "0", 0), ("2", None, 2)], ids=["one", "two", "hangs"]
+)
+async def test_graphs_go_with_the_weights_where_the_server_saves_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: str, registers: str | None, left_mib: int
+) -> None:
+    """Between ranks only with NCCL_GRAPH_REGISTER=0: a graph would hang after the wake (torch_memory_saver#88)."""
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
+    if registers is not None:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", registers)
+    with spawned(tmp_path, "sglang_server.py", *KEPT, "--graphs", "--tp-size", ranks, health="/ready") as engine:
+        golden = await text(engine)
+        await adapter_of(engine).park(POLICY, CALL_SECONDS)
+        assert engine.held_mib() == left_mib
+        await adapter_of(engine).resume(POLICY, CALL_SECONDS)
+        await adapter_of(engine).after_resume(POLICY, CALL_SECONDS)
+        assert (engine.held_mib(), await text(engine)) == (8, golden)
+        assert engine.calls().count(RELEASE) == 1
+
+
 async def test_parks_with_one_release_and_wakes_with_the_same_answer(engine: Spawned) -> None:
     golden = await text(engine)
     await adapter_of(engine).park(POLICY, CALL_SECONDS)
