@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import configuration, disk, engine_flags, engines, host, host_devices, nvidia, server, traffic
+from . import configuration, disk, engine_flags, engines, gates, host, host_devices, nvidia, server, traffic
 from .scene import Check
 
 CHECKS: Final[tuple[Check, ...]] = (
@@ -15,6 +15,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     *nvidia.CHECKS,
     *server.CHECKS,
     *traffic.CHECKS,
+    *gates.CHECKS,
     *engines.CHECKS,
     *engine_flags.CHECKS,
 )

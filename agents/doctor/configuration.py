@@ -75,6 +75,10 @@ def key_files(settings: AgentSettings) -> Iterator[tuple[Path, str]]:
             path: Path | None = getattr(engine, field)
             if path is not None:
                 yield path, f"engines.{engine.name}.{field}"
+        if engine.webhook is not None:
+            yield engine.webhook.secret_file, f"engines.{engine.name}.webhook.secret_file"
+        if engine.kubernetes is not None and engine.kubernetes.client_key_file is not None:
+            yield engine.kubernetes.client_key_file, f"engines.{engine.name}.kubernetes.client_key_file"
 
 
 def check_key_files(scene: Scene) -> list[Finding]:

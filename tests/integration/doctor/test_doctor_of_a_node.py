@@ -344,3 +344,20 @@ def test_a_host_device_of_another_size_or_with_somebody_on_it(tmp_path: Path) ->
     config.write_text(config.read_text().replace("32MiB", "900TiB").replace('"device"', '"other"'))
     _, found = doctor(config)
     assert statuses(found, "host_devices") == ["warning"]
+
+
+def test_a_gate_that_does_not_answer(tmp_path: Path) -> None:
+    """The socket is there, and nobody who speaks HAProxy's language is behind it."""
+    engine = engine_toml("small", "ollama", 9, gate_kind="haproxy")
+    engine += f'\n[engines.haproxy]\nsockets = ["{tmp_path}/haproxy.sock"]\nbackend = "be"\ncall_seconds_max = 0.5\n'
+    config = agent_toml(tmp_path, engines=engine)
+    _, found = doctor(config)
+    assert statuses(found, "gates") == ["failed"]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "haproxy.sock"))
+        listener.listen(1)
+        _, found = doctor(config)
+    assert statuses(found, "gates") == ["failed"]
+    assert "haproxy" in found["gates"][0]["seen"]
+    _, found = doctor(agent_toml(tmp_path))
+    assert statuses(found, "gates") == ["not_applicable"]
