@@ -116,7 +116,9 @@ def freed(loan: Loan, facts: Facts) -> dict[str, dict[str, int]]:
         for device_id, given in given_up[engine.engine_id].items():
             all_given = sum(each.get(device_id, 0) for each in given_up.values())
             gained = max(0, facts[device_id].free_bytes - free_before.get(device_id, 0))
-            result[engine.engine_id][device_id] = given if all_given <= gained else given * gained // all_given
+            # Where the host's memory is the device's, it gains and loses by everything that runs.
+            all_of_it = all_given <= gained or facts[device_id].unified
+            result[engine.engine_id][device_id] = given if all_of_it else given * gained // all_given
     return result
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from lull.agents.journal import boottime
 from lull.agents.protocol.loans import LoanState, LoanStep
 from lull.agents.protocol.plans import Plan, way_in
 from lull.vmm import HostDevice, HostDriver, Pool
@@ -82,6 +82,11 @@ async def test_each_device_has_to_release_and_to_come_back(tmp_path: Path) -> No
         assert reason is not None
         assert reason["code"] == "HBMNotFreed"
         assert set(reason["data"]["unreleased"]) == {second}
+        learned = node.keeper().changed().learned
+        assert learned is not None
+        way = way_in(learned, WHOLE)
+        assert way is not None
+        assert way.freed_bytes == {first: 6 * MIB, second: 0}, "the next plan knows better"
 
         # Nor does one come back of which a part stays away.
         half = await lend(node, 4, "rank_half_wake")
@@ -111,11 +116,14 @@ async def test_room_is_proved_on_every_device_and_alarms_name_the_device(tmp_pat
         block = pool.allocate(12 * MIB, "stranger")
         node.loan().recall("test")
         await node.until(lambda: node.loan().state is LoanState.WAKING, "waking")
-        for _ in range(3):  # looks that it takes meanwhile
-            await asyncio.sleep(2 * node.settings.settle_poll_seconds)
+        for _ in range(10):  # it looks as often meanwhile
+            await node.keeper().node.look()
             assert LoanStep.RESUME_SENT not in node.steps()
+        freed_at = boottime()
         pool.free(block)
         await node.until_closed()
+        [proved] = [row for row in node.daemon.journal.steps("loan-1") if row.step is LoanStep.ROOM_PROVED]  # type: ignore[union-attr]
+        assert proved.boottime > freed_at
         assert node.data_of(LoanStep.ROOM_PROVED)["free_bytes"] == {first: 16 * MIB, second: 16 * MIB}
 
         plan = Plan(modes=KV, whole=False, freed_bytes={first: 2 * MIB, second: 2 * MIB})

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import subprocess
+from pathlib import Path
+
 import httpx
 
 from lull.agents.protocol.capabilities import Capabilities, ParkPlan
@@ -15,6 +21,7 @@ from lull.cli.plan_text import loan_plan_lines
 from lull.scheduler.decide import decide
 from lull.scheduler.store import Store
 from lull.vmm.tags import RestoreMode
+from tests.cli_here import run_here
 from tests.wire_node import GIB, WireNode
 
 DEVICE = "node-1-device-0"
@@ -74,6 +81,26 @@ async def test_the_plan_for_a_need(http: httpx.AsyncClient) -> None:
     for params in ({}, {"hbm_bytes": 0}, {"hbm_bytes": 1, "gpus": 0}, {"hbm_bytes": "20GiB"}):
         assert (await http.get("/engines/alpha/plan", params=params)).status_code == 422, params
     assert (await http.get("/engines/nope/plan", params={"hbm_bytes": 1})).status_code == 404
+
+
+async def test_the_command(http: httpx.AsyncClient, live_url: str, token: str, tmp_path: Path) -> None:
+    await made(http)
+    token_file = tmp_path / "token"
+    token_file.write_text(token)
+    token_file.chmod(0o600)
+    environ = {"PATH": os.environ["PATH"], "LULL_CONFIG": str(tmp_path / "none.toml"), "LULL_SERVER": live_url}
+    environ["LULL_TOKEN_FILE"] = str(token_file)
+
+    async def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return await asyncio.to_thread(run_here, ("engine", "plan", *words), environ)
+
+    ended = await run("alpha", "--hbm", "1.5GiB", "--gpus", "1", "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["plan"]["tags"] == ["kv_cache"]
+    shown = await run("alpha", "--hbm", "1.5GiB")
+    assert "plan:   kv_cache (park 500ms, wake 250ms)" in shown.stdout.splitlines()
+    wrong = await run("alpha", "--hbm", "20G")
+    assert (wrong.returncode, "--hbm" in wrong.stderr) == (2, True)
 
 
 async def test_what_was_learned_is_shown_with_the_engine(http: httpx.AsyncClient) -> None:
