@@ -180,7 +180,7 @@ class SglangServer(StandIn):
                 "enable_memory_saver": options.enable_memory_saver,
                 "enable_weights_cpu_backup": options.enable_weights_cpu_backup,
                 "tp_size": options.tp_size,
-                "speculative_algorithm": None,
+                "speculative_algorithm": options.speculative_algorithm or None,
                 "enable_draft_weights_cpu_backup": False,
                 "version": options.version,
                 "internal_states": [{"last_gen_throughput": 0.0}],
@@ -212,6 +212,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enable-memory-saver", action="store_true")
     parser.add_argument("--enable-weights-cpu-backup", action="store_true")
     parser.add_argument("--graphs", action="store_true", help="as SGLANG_MEMORY_SAVER_CUDA_GRAPH=1")
+    parser.add_argument("--speculative-algorithm", default="")
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--admin-api-key", default="")
     parser.add_argument("--api-key", default="")

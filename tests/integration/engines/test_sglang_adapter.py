@@ -110,6 +110,18 @@ async def test_weights_without_backup_come_from_disk_before_the_kv_cache(tmp_pat
         assert resumes[0] < calls.index("POST /update_weights_from_disk") < resumes[1]
 
 
+async def test_a_draft_without_a_backup_is_loaded_again(tmp_path: Path) -> None:
+    """Lost silently otherwise: the answers stay right and the accept length falls (sgl-project/sglang#31674)."""
+    with spawned(tmp_path, "sglang_server.py", *KEPT, "--speculative-algorithm", "EAGLE", health="/ready") as engine:
+        golden = await text(engine)
+        assert (await adapter_of(engine).capabilities()).fragile is not None
+        await adapter_of(engine).park(POLICY, CALL_SECONDS)
+        await adapter_of(engine).resume(POLICY, CALL_SECONDS)
+        await adapter_of(engine).after_resume(POLICY, CALL_SECONDS)
+        assert engine.calls().count("POST /update_weights_from_disk") == 1
+        assert await text(engine) == golden
+
+
 async def test_a_reload_that_fails_keeps_the_engine_from_going_on(tmp_path: Path) -> None:
     with spawned(tmp_path, "sglang_server.py", "--enable-memory-saver", health="/ready") as engine:
         await adapter_of(engine).park(RELOADED, CALL_SECONDS)
