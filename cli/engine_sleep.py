@@ -80,7 +80,7 @@ def _wait(session: Session, operation: Operation, seconds: float | None) -> Oper
         operation = session.client.operation(operation.id, wait_seconds=left)
         if operation.reason is not None and operation.state == "running" and not told:
             told = True
-            print(f"lull: {operation.reason.sentence}; it is tried again", file=sys.stderr)
+            print(f"lull: still waiting: {operation.reason.sentence}", file=sys.stderr)
     return operation
 
 

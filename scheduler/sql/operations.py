@@ -8,12 +8,13 @@ from ...agents.protocol.loans import LoanState, LoanStep
 from ...agents.protocol.wire import Reason
 from ..errors import NotFound
 from ..model import EngineId, LoanId, OperationRow
-from ..tables import loan_steps, loans, operations
+from ..tables import loan_steps, loans, nodes, operations
 from .engine_sleep import PARK
 from .operator_verbs import GIVEN_UP
 from .reading import as_reason
 
 _ON_THE_WAY = (LoanState.DRAINING, LoanState.PARKING, LoanState.SETTLING)
+_PROVED = (LoanState.LENT, LoanState.RECALLING)
 _NOT_WOKEN = (GIVEN_UP, "LoanNotHeld")  # closed, and the engine not brought back
 
 
@@ -28,6 +29,8 @@ def operation(conn: Connection, operation_id: str) -> OperationRow:
     state, reason = _park(loan, conn.execute(settled.limit(1)).one_or_none() is not None)
     if row["kind"] != PARK:
         state, reason = _resume(loan)
+    if state == "running" and reason is None:
+        reason = _silence(conn, loan["node_id"])
     return OperationRow(
         id=row["id"],
         kind=row["kind"],
@@ -43,9 +46,11 @@ def operation(conn: Connection, operation_id: str) -> OperationRow:
 
 def _park(loan: RowMapping, was_settled: bool) -> tuple[str, Reason | None]:
     """Done once the engine is proved parked, whatever became of it since."""
-    if was_settled:
+    state = LoanState(loan["state"])
+    if was_settled or state in _PROVED:
         return "succeeded", None
-    if LoanState(loan["state"]) in _ON_THE_WAY:
+    # One that a registration told of is ahead of the reports that say whether it was parked.
+    if state in _ON_THE_WAY or (loan["adopted"] and state is not LoanState.CLOSED):
         return "running", None
     return "failed", as_reason(loan["reason"])
 
@@ -56,3 +61,12 @@ def _resume(loan: RowMapping) -> tuple[str, Reason | None]:
     if loan["state"] != LoanState.CLOSED.value:
         return "running", reason if loan["state"] == LoanState.FAULTED.value else None
     return ("failed", reason) if reason is not None and reason.code in _NOT_WOKEN else ("succeeded", None)
+
+
+def _silence(conn: Connection, node_id: str) -> Reason | None:
+    node = conn.execute(select(nodes.c.name).where(nodes.c.id == node_id, nodes.c.silent_since.is_not(None)))
+    name = node.scalar_one_or_none()
+    if name is None:
+        return None
+    sentence = f"node {name} is silent: how far it is will be known when it speaks again"
+    return Reason(code="NodeUnreachable", sentence=sentence, data={"node": name})

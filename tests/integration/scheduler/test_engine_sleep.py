@@ -214,6 +214,30 @@ async def test_a_park_that_fails_says_why(store: Store, agent: ModelAgent) -> No
     assert (await store.park_engine("alpha", PARK, "ann", None, time.time())).id != began.id
 
 
+async def test_while_its_node_is_silent_an_operation_says_so(store: Store, agent: ModelAgent) -> None:
+    began = await store.park_engine("alpha", PARK, "ann", None, time.time())
+    await silence(store)
+    row = await store.get_operation(began.id)
+    assert row.reason is not None
+    assert (row.state, row.reason.code) == ("running", "NodeUnreachable")
+
+
+@pytest.mark.parametrize("state", [LoanState.LENT, LoanState.WAKING])
+async def test_a_registration_that_is_ahead_of_its_reports_is_no_failure(
+    store: Store, agent: ModelAgent, state: LoanState
+) -> None:
+    began = await store.park_engine("alpha", PARK, "ann", None, time.time())
+    order = await agent.one_order()
+    await agent.accept(order)
+    agent.loans[order.loan_id] = agent.loans[order.loan_id].model_copy(update={"state": state})
+    await agent.register()
+    assert (await store.get_operation(began.id)).state == ("succeeded" if state is LoanState.LENT else "running")
+    await agent.report(
+        LoanStepTaken(loan_id=order.loan_id, step=LoanStep.SETTLED, engine_id="alpha", monotonic_seconds=1.0)
+    )
+    assert (await store.get_operation(began.id)).state == "succeeded"
+
+
 async def test_of_two_parks_at_once_one_opens_a_loan(store: Store, agent: ModelAgent) -> None:
     asked = [store.park_engine("alpha", PARK, f"u{n}", f"k{n}", time.time()) for n in range(4)]
     assert len({operation.id for operation in await asyncio.gather(*asked)}) == 1

@@ -61,6 +61,10 @@ def test_a_cache_may_be_kept_or_lost(mode: str) -> None:
         ("gate", "drop", "'hold' or 'refuse'"),
         ("canary", {"tokens": 0}, "greater than or equal to 1"),
         ("windov", 3, "not permitted"),
+        ("on_pressure", True, "pressure_free_bytes_min: on_pressure needs it"),
+        ("pressure_free_bytes_min", "8 Gigs", "not a size; write for example 1.5GiB"),
+        ("pressure_free_bytes_min", 0, "greater than 0"),
+        ("idle_seconds_min", 0, "greater than 0"),
     ],
 )
 def test_bad_values_name_the_field_and_the_way_out(field: str, value: object, says: str) -> None:
@@ -68,3 +72,11 @@ def test_bad_values_name_the_field_and_the_way_out(field: str, value: object, sa
         EnginePolicy.model_validate({field: value})
     assert field in str(caught.value)
     assert says in str(caught.value)
+
+
+def test_a_park_that_frees_no_host_memory_is_no_help_against_pressure() -> None:
+    fields = {"on_pressure": True, "pressure_free_bytes_min": "8GiB"}
+    assert EnginePolicy.model_validate(fields).pressure_free_bytes_min == 8 << 30
+    kept = {**fields, "restore_modes": {"model_weights": "CPU", "kv_cache": "PINNED"}}
+    with pytest.raises(ValidationError, match="on_pressure: restore_modes keep every tag in host memory"):
+        EnginePolicy.model_validate(kept)
