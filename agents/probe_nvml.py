@@ -26,14 +26,17 @@ INITIALIZE_AGAIN_SECONDS: Final = 30.0
 
 _NOT_SUPPORTED: Final = 3
 _LOST_CODES: Final = frozenset({6, 15, 16, 28})  # NOT_FOUND (by UUID), GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND
-_UNTOLD: Final = frozenset({_NOT_SUPPORTED, 13})  # ... and FUNCTION_NOT_FOUND: an older driver
+_NO_FUNCTION: Final = 13  # FUNCTION_NOT_FOUND: an older driver
+_UNTOLD: Final = frozenset({_NOT_SUPPORTED, _NO_FUNCTION})
 _NOT_OUR_STRUCT: Final = 25  # ARGUMENT_VERSION_MISMATCH
 _ADVICE: Final[Mapping[int, str]] = {
+    3: "without it nobody can say what is on the GPU, so it is not lent",
     4: "the agent may not read it: run it as a user of the group that owns /dev/nvidia*",
     6: "it fell off the bus or its slices were made anew: see dmesg for Xid, and nvidia-smi -L for what is there",
     9: "NVIDIA's driver is not loaded: modprobe nvidia, and see dmesg",
     12: "libnvidia-ml.so.1 is not there: install NVIDIA's driver; in a container, run it with NVIDIA's runtime and"
     " NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    13: "the driver is too old for this: R470 or newer is needed",
     15: "it fell off the bus: see dmesg for Xid, then reset it (nvidia-smi --gpu-reset) or reboot",
     16: "it needs a reset (nvidia-smi --gpu-reset) or a reboot; see dmesg for Xid",
     18: "the driver was updated while an older one is loaded: reboot, or unload and load its kernel modules",
@@ -177,10 +180,10 @@ class Nvml:
         for kind in ("Compute", "MPSCompute", "Graphics"):
             pids[kind] = set()
             try:
-                found: list[Any] = self._call(uuid, f"nvmlDeviceGet{kind}RunningProcesses", handle)
+                found = self._listed(uuid, f"nvmlDeviceGet{kind}RunningProcesses", handle)
             except NvmlFailed as failed:
-                if failed.code in _UNTOLD:
-                    continue
+                if failed.code in _UNTOLD and kind != "Compute":
+                    continue  # without this list nobody can say whose memory is whose: not lent then
                 raise
             for one in found:
                 pids[kind].add(int(one.pid))
@@ -191,9 +194,19 @@ class Nvml:
         bystanders = (pids["Graphics"] - computing) | {pid for pid in pids["Compute"] if _is_mps_server(pid)}
         return told, untold, frozenset(bystanders)
 
+    def _listed(self, uuid: str, function: str, handle: Any) -> list[Any]:
+        try:
+            return list(self._call(uuid, function, handle))
+        except NvmlFailed as failed:
+            if failed.code != _NO_FUNCTION:
+                raise
+        return list(self._call(uuid, f"{function}_v2", handle))  # a driver before R510
+
     def _call(self, about: str, function: str, *arguments: object) -> Any:
         try:
             return getattr(self._nvml, function)(*arguments)
+        except self._nvml.NVMLLibraryMismatchError as error:  # how nvidia-ml-py says that the driver is older
+            raise NvmlFailed(about, _NO_FUNCTION, f"it has no {function}") from error
         except self._nvml.NVMLError as error:
             if error.value not in (*_UNTOLD, _NOT_OUR_STRUCT):
                 self._handles.clear()  # a handle may be what is wrong: the next look takes new ones

@@ -272,7 +272,7 @@ class DeviceObserved(Message):
     kind: Literal["device_observed"] = "device_observed"
     device_id: str  # the device's own UUID
     index: int
-    device_kind: str  # host_discrete, host_unified, cuda
+    device_kind: str  # host_discrete, host_unified, cuda, cuda_unified, mig
     capacity_bytes: int
     free_bytes: int
     processes: list[DeviceProcess] = Field(default_factory=list[DeviceProcess])

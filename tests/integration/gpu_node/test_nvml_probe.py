@@ -161,6 +161,18 @@ def test_an_older_driver_has_no_second_version_of_memory(machine: Machine) -> No
     assert Looks().look()[GPU] == DeviceFacts(CAPACITY_BYTES, 0)
 
 
+@pytest.mark.parametrize("code", [NOT_SUPPORTED, 13])
+def test_without_a_list_of_processes_a_gpu_is_not_lent(machine: Machine, code: int) -> None:
+    faults = machine()
+    for function in ("GraphicsRunningProcesses_v3", "MPSComputeRunningProcesses_v3"):
+        faults.begin("error", f"DeviceGet{function}", "*", code)
+    assert set(Looks().look()) == {GPU, OTHER}
+    faults.begin("error", "DeviceGetComputeRunningProcesses_v3", 0, code)
+    seen = Looks().look()
+    assert set(seen) == {OTHER}
+    assert seen.absent[GPU].code == UNREADABLE
+
+
 def test_a_slice_is_looked_at_by_itself(machine: Machine) -> None:
     machine(devices=3, slices=2)
     first, second = gpu_uuid(1, is_slice=True), gpu_uuid(2, is_slice=True)
