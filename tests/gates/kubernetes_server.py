@@ -84,6 +84,7 @@ class KubernetesServer:
         self.token = TOKEN
         self.port = 0
         self.page_items = 1000
+        self.later_pages = 0
         self.on_patch: list[dict[str, Any]] = []
         self._slices: dict[str, list[dict[str, Any]]] = {}
         self._runner: web.AppRunner | None = None
@@ -179,6 +180,7 @@ class KubernetesServer:
 
     def _page(self, kind: str, items: list[dict[str, Any]], query: dict[str, str]) -> web.Response:
         start = int(query.pop("continue", "0"))
+        self.later_pages += start > 0
         size = min(int(query.pop("limit", "1000")), self.page_items)
         if query:
             self.odd.append(f"unknown parameters {query}")

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lull.agents.gates.haproxy_socket import ServerState, server_states
 from lull.agents.protocol.loans import LoanState, LoanStep
 from lull.agents.protocol.wire import GateState
@@ -104,6 +106,54 @@ async def test_the_next_agent_keeps_closed_what_the_last_one_closed(tmp_path: Pa
         await node.ready()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "after",
+    [
+        LoanStep.GATE_CLOSING,
+        LoanStep.GATE_CLOSED,
+        LoanStep.IN_FLIGHT_ZERO,
+        LoanStep.PARK_SENT,
+        LoanStep.SETTLED,
+        LoanStep.RESUME_SENT,
+        LoanStep.VERIFIED,
+        LoanStep.GATE_OPENING,
+        LoanStep.GATE_OPENED,
+    ],
+)
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_an_agent_that_dies_right_after_a_step(
+    tmp_path: Path, sockets: Path, after: LoanStep, restarts: bool
+) -> None:
+    """Its HAProxy stays as it was, or is restarted while there is no agent: the end is the same."""
+    async with haproxy_node(tmp_path, sockets) as (node, haproxy):
+        assert node.daemon is not None
+        journal = node.daemon.journal
+        write_step = journal.write_step
+        died: list[LoanStep] = []
+
+        def dies_after(loan_id: str, step: LoanStep, **given: Any) -> None:
+            write_step(loan_id, step, **given)
+            if step is after and not died:
+                died.append(step)
+                raise asyncio.CancelledError  # nothing more is done by whoever took the step
+
+        journal.write_step = dies_after  # type: ignore[method-assign,assignment]
+        await node.open_loan(node.job(["true"]))
+        await node.until(lambda: died, f"the step {after}")
+        await node.crash()
+        if restarts:
+            haproxy.restart()
+        await node.start()
+        await node.until_closed()
+        await node.ready()
+        assert server(haproxy).is_open
+        assert (await node.ask(port=haproxy.port)).status_code == 200
+        assert node.steps().count(LoanStep.PARK_SENT) <= 1
+        assert read_witness(node.witness_path("alpha")).while_not_running == 0
+
+
+@pytest.mark.long
 async def test_without_its_haproxy_an_engine_is_not_lent_and_opens_when_that_is_back(
     tmp_path: Path, sockets: Path
 ) -> None:
