@@ -11,19 +11,34 @@ from lull.bench import gateway
 from lull.bench.gateway_peers import PEERS, Cores, NotRun
 
 
-def test_the_gateway_beside_a_bare_proxy() -> None:
-    said: list[str] = []
-    document = gateway.run(0.4, 1, ["lull", "bare"], said.append)
-    assert set(document["columns"]) == {"direct", "lull", "bare"}
+def _all_is_measured(document: dict[str, Any]) -> None:
     for name, column in document["columns"].items():
         assert column["errors"] == {}, column["said"]
         assert column["requests_per_second"] > 0
         assert column["chunks_per_second"] > 0
-        assert column["p50_seconds_at_200_per_second"] > 0
-        assert column["first_chunk_p50_seconds"] > 0
+        if name != "haproxy_with_lull":
+            assert column["p50_seconds_at_200_per_second"] > 0
+            assert column["first_chunk_p50_seconds"] > 0
         assert (column["resident_bytes"] is None) == (name == "direct")
-    assert {"requests_per_core_of_bare", "chunks_per_core_of_bare"} <= {check["name"] for check in document["targets"]}
+
+
+def test_the_gateway_beside_a_direct_connection() -> None:
+    said: list[str] = []
+    document = gateway.run(0.25, 1, ["lull"], said.append)
+    assert set(document["columns"]) == {"direct", "lull"}
+    _all_is_measured(document)
     assert "1 of 1: small, lull" in said
+
+
+@pytest.mark.long
+def test_the_gateway_beside_others() -> None:
+    document = gateway.run(0.5, 1, ["lull", "bare", "haproxy"], lambda _: None)
+    assert set(document["columns"]) == {"direct", "lull", "bare", "haproxy", "haproxy_with_lull"}
+    _all_is_measured(document)
+    assert {check["name"] for check in document["targets"]} == {
+        *("requests_per_core_of_bare", "chunks_per_core_of_bare", "requests_per_second", "chunks_per_second"),
+        *("added_p50_seconds", "resident_bytes", "requests_through_haproxy_of_haproxy"),
+    }
 
 
 @pytest.mark.parametrize("name", ["haproxy", "nginx", "litellm"])
