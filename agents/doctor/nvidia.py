@@ -223,18 +223,22 @@ def _checkpoints(settings: AgentSettings) -> bool:
     return any(engine.kind == "cuda-checkpoint" for engine in settings.engines)
 
 
+def _looked(scene: Scene) -> Machine:
+    return scene.once("nvidia", look_at_machine)
+
+
 def check_driver(scene: Scene) -> list[Finding]:
     settings = scene.settings
     wanted = settings is not None and bool(_wanted(settings))
     checkpoints = settings is not None and _checkpoints(settings)
-    return [judge_driver(look_at_machine(), wanted=wanted, checkpoints=checkpoints)]
+    return [judge_driver(_looked(scene), wanted=wanted, checkpoints=checkpoints)]
 
 
 def check_gpus(scene: Scene) -> list[Finding]:
     wanted = _wanted(scene.known)
     if not wanted:
         return [not_applicable("the file names no NVIDIA device")]
-    machine, checkpoints = look_at_machine(), _checkpoints(scene.known)
+    machine, checkpoints = _looked(scene), _checkpoints(scene.known)
     if machine.trouble:
         return [not_applicable("NVML tells nothing")]
     return [
@@ -248,7 +252,7 @@ def check_gpu_processes(scene: Scene) -> list[Finding]:
     wanted = _wanted(scene.known)
     if not wanted:
         return [not_applicable("the file names no NVIDIA device")]
-    machine = look_at_machine()
+    machine = _looked(scene)
     if machine.trouble:
         return [not_applicable("NVML tells nothing")]
     engines = {pid for engine in scene.known.engines for pid in engine_pids(scene.known, engine)}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -16,6 +19,8 @@ from ..protocol.wire import ProcessIdentity
 from ..settings import AgentSettings, EngineSettings
 from .findings import Finding
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Scene:
@@ -25,6 +30,20 @@ class Scene:
     settings: AgentSettings | None
     config_error: str
     public_urls: tuple[str, ...] = ()  # where clients reach the engines, as the operator says
+    _lock: Lock = field(default_factory=Lock)
+    _looks: dict[str, Future[Any]] = field(default_factory=dict[str, "Future[Any]"])
+
+    def once(self, what: str, look: Callable[[], T]) -> T:
+        """What ``look`` sees, for all checks that ask for the same. Raises what it raised."""
+        with self._lock:
+            is_first = what not in self._looks
+            seen: Future[T] = self._looks.setdefault(what, Future())
+        if is_first:
+            try:
+                seen.set_result(look())
+            except BaseException as error:  # noqa: BLE001  raised below, in every check that asked
+                seen.set_exception(error)
+        return seen.result()
 
     @property
     def known(self) -> AgentSettings:

@@ -112,20 +112,24 @@ def judge_versions(facts: ServerFacts, own: str) -> Finding:
     return ok(f"both are {own}")
 
 
+def _looked(scene: Scene) -> ServerFacts:
+    return scene.once("server", lambda: look_at_server(scene.known))
+
+
 def check_server(scene: Scene) -> list[Finding]:
-    return [judge_server(look_at_server(scene.known))]
+    return [judge_server(_looked(scene))]
 
 
 def check_token(scene: Scene) -> list[Finding]:
-    return [judge_token(look_at_server(scene.known))]
+    return [judge_token(_looked(scene))]
 
 
 def check_clock(scene: Scene) -> list[Finding]:
-    return [judge_clock(look_at_server(scene.known))]
+    return [judge_clock(_looked(scene))]
 
 
 def check_versions(scene: Scene) -> list[Finding]:
-    return [judge_versions(look_at_server(scene.known), importlib.metadata.version("gpu-lull"))]
+    return [judge_versions(_looked(scene), importlib.metadata.version("gpu-lull"))]
 
 
 CHECKS = (

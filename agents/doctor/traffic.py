@@ -80,6 +80,10 @@ class GatewayFacts:
 
 
 def look_at_gateway(scene: Scene) -> GatewayFacts:
+    return scene.once("gateway", lambda: _asked(scene))
+
+
+def _asked(scene: Scene) -> GatewayFacts:
     control = scene.known.data_dir / "gateway.sock"
     if not control.exists():
         return GatewayFacts(False, None, "")

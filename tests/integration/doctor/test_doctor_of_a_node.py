@@ -292,6 +292,7 @@ def test_an_engine_that_listens_on_every_address(tmp_path: Path) -> None:
 # ---- engines ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_engines_that_cannot_be_parked_or_are_asleep_already(tmp_path: Path) -> None:
     with spawned(tmp_path, "sglang_server.py", health="/ready") as engine:
         _, found = doctor(agent_toml(tmp_path, engines=engine_toml("small", "sglang", engine.port)))
@@ -361,3 +362,18 @@ def test_a_gate_that_does_not_answer(tmp_path: Path) -> None:
     assert "haproxy" in found["gates"][0]["seen"]
     _, found = doctor(agent_toml(tmp_path))
     assert statuses(found, "gates") == ["not_applicable"]
+
+
+@pytest.mark.long
+def test_a_file_system_that_hangs_keeps_nobody(tmp_path: Path) -> None:
+    """A pipe that nobody writes stands in for it: whoever reads it is stuck until the end of its process."""
+    config = agent_toml(tmp_path)
+    (tmp_path / "agent").mkdir(mode=0o700)
+    os.mkfifo(tmp_path / "agent" / "agent.json")
+    argv = [LULL, "doctor", "--config", str(config), "--json"]
+    told = subprocess.run(argv, capture_output=True, timeout=60, check=False)
+    assert told.returncode == 1
+    found = {one["check"]: one for one in json.loads(told.stdout)["checks"]}
+    assert found["agent"]["status"] == "failed"
+    assert "did not end within" in found["agent"]["seen"]
+    assert found["config"]["status"] == "ok"

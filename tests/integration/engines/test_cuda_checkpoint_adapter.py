@@ -126,6 +126,7 @@ async def test_what_goes_wrong_with_a_lock_changes_nothing(new_rig: NewRig) -> N
         await rig.one.resume(POLICY, 10)
 
 
+@pytest.mark.long
 async def test_a_lock_that_hangs_is_given_up(new_rig: NewRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one rank's does while the others wait for it in NCCL."""
     monkeypatch.setattr("lull.agents.engines.cuda_checkpoint._LOCK_GRACE_SECONDS", 0.2)
@@ -157,6 +158,7 @@ async def test_more_processes_than_allowed_are_refused(new_rig: NewRig) -> None:
     assert (able.unsupported, "cuda-checkpoint#27" in (able.fragile or "")) == (None, True)
 
 
+@pytest.mark.long
 async def test_the_process_that_listens_is_meant_where_the_file_says_so(new_rig: NewRig) -> None:
     rig = await new_rig()
     settings = rig.settings.cuda_checkpoint.model_copy(update={"pids_from": "port"})

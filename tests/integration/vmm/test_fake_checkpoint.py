@@ -106,6 +106,7 @@ def test_a_checkpoint_and_a_restore(fake: FakeCuda, tmp_path: Path) -> None:
         assert answer(url) == golden
 
 
+@pytest.mark.long
 def test_what_cannot_be_done(fake: FakeCuda, tmp_path: Path) -> None:
     cuda: Any = import_module("cuda.bindings.driver")
     called("cuInit", 0)
@@ -142,6 +143,7 @@ def test_what_cannot_be_done(fake: FakeCuda, tmp_path: Path) -> None:
         assert called("cuCheckpointProcessRestore", pid, None)[0] == code_of("restore, after that")
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_fails(fake: FakeCuda, tmp_path: Path) -> None:
     called("cuInit", 0)
     with cuda_server(tmp_path) as (child, _):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
+
 from lull.agents.doctor.checks import CHECKS
 from lull.agents.doctor.examine import examine
 from lull.agents.doctor.findings import Finding, Status, failed, ok, warning, worst
@@ -63,3 +65,24 @@ def test_without_settings_only_checks_that_need_none_are_asked(tmp_path: Path) -
     needs = Check("needs", "test", "", lambda scene: [failed("asked", "")])
     found = examine(tmp_path / "none", [needs, _answers(warning("seen", "way"))])
     assert [one.status for one in found.told] == [Status.NOT_APPLICABLE, Status.WARNING]
+
+
+def test_what_several_checks_look_at_is_looked_at_once(tmp_path: Path) -> None:
+    looks: list[int] = []
+    scene = Scene(tmp_path, None, "")
+
+    def look() -> int:
+        looks.append(1)
+        return 7
+
+    assert [scene.once("a", look), scene.once("a", look)] == [7, 7]
+    assert len(looks) == 1
+
+    def breaks() -> int:
+        looks.append(1)
+        raise OSError("no")
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="no"):
+            scene.once("b", breaks)
+    assert len(looks) == 2
