@@ -58,6 +58,8 @@ class EngineKeeper(EngineHand):
         fixed = self.process is None and MODES_ARE_FLAGS[self.settings.kind]
         if refusal is None and fixed and changes_modes:
             refusal = "restore modes of an attached engine are fixed by whoever started it"
+        if refusal is None and policy.on_pressure and not self.gate.tells_requests:
+            refusal = "on_pressure: the gate of this engine does not see requests, so none could wake it"
         if refusal is not None:
             return refusal
         self.node.journal.set_policy(self.engine_id, version, policy)

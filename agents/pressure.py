@@ -81,6 +81,7 @@ class PressureWatch:
         self._keepers = keepers
         self._loan_on = loan_on
         self._patience: dict[str, Patience] = {}
+        self._blind: set[str] = set()  # engines of which it was said that nobody sees their requests
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -106,6 +107,10 @@ class PressureWatch:
     async def _last_request(self, keeper: EngineKeeper) -> float | None:
         """Seconds since the last one; 0 where nobody can say that it is idle."""
         if not keeper.gate.tells_requests:
+            if keeper.engine_id not in self._blind:
+                self._blind.add(keeper.engine_id)
+                sentence = f"engine {keeper.name} is not parked under pressure: its gate does not see requests"
+                self._node.alert("warning", "pressure_not_watched", sentence, engine_id=keeper.engine_id)
             return 0.0
         try:
             seen = await keeper.gate.observe(keeper.engine_id)

@@ -126,6 +126,7 @@ async def test_resumed_and_asked_at_once_it_wakes_once(tmp_path: Path) -> None:
         assert node.states() == STATES
 
 
+@pytest.mark.long
 async def test_a_request_that_comes_while_it_drains_ends_it_before_anything_is_released(tmp_path: Path) -> None:
     engine = EngineUnderTest(extra=["--token-delay", "0.3"], policy={"canary": {"tokens": 1}, "settle_seconds_max": 30})
     async with agent_node(tmp_path, engine) as node:
@@ -145,6 +146,7 @@ async def test_a_request_that_comes_while_it_drains_ends_it_before_anything_is_r
         assert LoanStep.PARK_SENT not in node.steps()
 
 
+@pytest.mark.long
 async def test_where_no_request_may_wake_it_requests_wait_as_in_any_loan(tmp_path: Path) -> None:
     async with agent_node(tmp_path, sleeper()) as node:
         before = (await node.ask()).json()["choices"]

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from lull.agents.daemon import Daemon
+from lull.agents.pressure import PressureWatch
 from lull.agents.protocol.wire import OpenLoan, OrderEnvelope, WithoutJob
 from lull.agents.settings import AgentSettings
+from tests.waiting import wait_until_async
 
 
 @pytest.fixture
@@ -60,6 +62,22 @@ async def test_no_request_could_wake_an_engine_whose_gate_sees_none(daemon: Daem
 
 async def test_its_time_or_an_operator_can(daemon: Daemon) -> None:
     assert await told(daemon, list(daemon.keepers), WithoutJob(wake_on_request=False)) == ""
+
+
+async def test_nor_is_it_put_to_sleep_under_pressure(daemon: Daemon) -> None:
+    [keeper] = daemon.keepers.values()
+    wanted = keeper.policy.model_copy(update={"on_pressure": True, "pressure_free_bytes_min": 1})
+    said = keeper.set_policy(1, wanted)
+    assert said is not None
+    assert "on_pressure: the gate of this engine does not see requests" in said
+    keeper.policy = wanted  # as its agent's file may have it
+    watch = asyncio.create_task(PressureWatch(daemon.node, daemon.keepers, daemon.loan_on).run())
+    told = await wait_until_async(
+        lambda: [one["report"] for one in daemon.journal.unsent() if one["report"]["kind"] == "alert"], 20, "the alert"
+    )
+    watch.cancel()
+    assert [one["code"] for one in told] == ["pressure_not_watched"]
+    assert keeper.pressure is None
 
 
 async def test_there_is_somebody_who_sleeps(daemon: Daemon) -> None:
