@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from ..vmm.pool import Pool
 from ..vmm.tags import RestoreMode
 from . import memory_attach
 from .memory_attach import is_judged
+from .memory_costs import ALLOCATIONS, Seconds, many_allocations, timed
 from .memory_floors import (
     copy_seconds,
     fresh_copy_seconds,
@@ -41,6 +41,7 @@ FIRST_PARK_RATIO_MIN: Final = 0.9
 RESUME_RATIO_MIN: Final = 0.9
 SECOND_PARK_RATIO_MAX: Final = 1.2
 
+_LARGE_BYTES: Final = 1 << 30  # of what is smaller times are shown and not judged
 _FLOORS: Final = ("memcpy_warm", "memcpy_fresh", "memcpy_fresh_private", "unmap_release")
 _PARTS: Final = ("first_park", "second_park", "resume")
 
@@ -90,6 +91,7 @@ def run(
         "repetitions": repetitions,
         "cases": results,
         "attach": attach,
+        "allocations": many_allocations(say, ALLOCATIONS if max(sizes_bytes) >= _LARGE_BYTES else ALLOCATIONS // 10),
         "targets_met": all(check["met"] for check in checks if check["judged"]),
         "peers": peers(),
     }
@@ -123,19 +125,13 @@ def _lull(case: Case, mode: RestoreMode, source: int) -> tuple[dict[str, float],
             allocation = pool.allocate(case.nbytes, TAG, mode)
             driver.copy(allocation.address, source, case.nbytes)
             pool.warm_backups()  # of PINNED; a CPU backup is made by the park
-            parts = {"first_park": _timed(lambda: pool.release([TAG]))}
-            parts["resume"] = _timed(lambda: pool.resume([TAG]))
-            parts["second_park"] = _timed(lambda: pool.release([TAG]))
+            parts: dict[str, float] = {"first_park": timed(lambda: pool.release([TAG]))}
+            parts["resume"] = timed(lambda: pool.resume([TAG]))
+            parts["second_park"] = timed(lambda: pool.release([TAG]))
             copied_bytes = pool.statistics()[TAG].last_park_copied_bytes
         finally:
             pool.close()
     return parts, copied_bytes
-
-
-def _timed(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 def result_of(case: Case, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -148,6 +144,7 @@ def result_of(case: Case, samples: Sequence[Sample]) -> dict[str, Any]:
         "pages": "huge" if case.huge else "ordinary",
         "huge_pages_granted_bytes": min(one.huge_bytes for one in samples),
         "floor_seconds": _all(_FLOORS, samples, statistics.median),
+        "costs": {"floors": _costs(_FLOORS, samples), **{m.value: _costs(_PARTS, by_mode[m]) for m in MODES}},
         "lull_seconds": {mode.value: _all(_PARTS, by_mode[mode], statistics.median) for mode in MODES},
         "ratios": {mode.value: ratios[mode] for mode in MODES},
         "ratios_of_medians": {mode.value: _ratios(mode, by_mode[mode], statistics.median) for mode in MODES},
@@ -163,6 +160,19 @@ def _all(
     names: Sequence[str], samples: Sequence[Sample], choose: Callable[[Sequence[float]], float]
 ) -> dict[str, float]:
     return {name: choose([one.seconds[name] for one in samples]) for name in names}
+
+
+def _costs(names: Sequence[str], samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """Medians of processor seconds and page faults, of all threads."""
+    costs: dict[str, dict[str, float]] = {}
+    for name in names:
+        seen = [seconds for one in samples if isinstance(seconds := one.seconds[name], Seconds)]
+        if seen:
+            costs[name] = {
+                "cpu_seconds": statistics.median(one.cpu_seconds for one in seen),
+                "page_faults": statistics.median(one.page_faults for one in seen),
+            }
+    return costs
 
 
 def _ratios(

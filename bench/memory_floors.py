@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final
@@ -16,6 +15,7 @@ from typing import Final
 from ..vmm import host_memory
 from ..vmm.host_memory import HUGE_BYTES
 from ..vmm.host_pages import commit_pages, huge_mapped_bytes
+from .memory_costs import timed
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def warm_buffer(nbytes: int, *, huge: bool) -> Generator[int]:
 
 
 def copy_seconds(destination: int, source: int, nbytes: int, threads: int) -> float:
-    return _seconds(lambda: _copy(destination, source, nbytes, threads))
+    return timed(lambda: _copy(destination, source, nbytes, threads))
 
 
 def _copy(destination: int, source: int, nbytes: int, threads: int) -> None:
@@ -63,7 +63,7 @@ def fresh_copy_seconds(source: int, nbytes: int, threads: int, *, huge: bool) ->
             _map(fd, address, nbytes, huge=huge)
             _copy(address, source, nbytes, threads)
 
-        seconds = _seconds(fill)
+        seconds = timed(fill)
         os.close(fd)
         return seconds
 
@@ -77,7 +77,7 @@ def fresh_private_copy_seconds(source: int, nbytes: int, threads: int) -> float:
         address = host_memory.map_anonymous(nbytes)
         _copy(address, source, nbytes, threads)
 
-    seconds = _seconds(fill)
+    seconds = timed(fill)
     host_memory.unmap_pages(address, nbytes)
     return seconds
 
@@ -97,7 +97,7 @@ def give_back_seconds(source: int, nbytes: int, *, huge: bool) -> tuple[float, i
             host_memory.map_pages(address, nbytes, host_memory.PROT_NONE, flags)
             os.close(fd)
 
-        return _seconds(give_back), huge_bytes
+        return timed(give_back), huge_bytes
 
 
 @contextmanager
@@ -120,12 +120,6 @@ def _map(fd: int, address: int, nbytes: int, *, huge: bool) -> None:
     host_memory.map_pages(address, nbytes, host_memory.PROT_READ_WRITE, host_memory.SHARED_FIXED, fd)
     if huge:
         host_memory.advise_pages(address, nbytes, host_memory.MADV_HUGEPAGE)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 SYSTEM_SETTINGS: Final = {

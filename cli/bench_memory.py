@@ -79,6 +79,11 @@ def _print(document: dict[str, Any]) -> None:
             f"{format_duration(attach['attach_and_read_once_seconds'])}; loaded from the page cache and read once: "
             f"{format_duration(attach['load_and_read_once_seconds'])}"
         )
+    many = document["allocations"]
+    print(
+        f"{many['count']} small allocations: {format_duration(many['seconds'])}, "
+        f"{format_duration(many['cpu_seconds'])} of processors, {many['written_bytes_each']:.0f} bytes written each"
+    )
     for name, peer in document["peers"].items():
         print(f"{name}: {peer.get('seconds') or 'not run, ' + peer['not_run']}")
     checks = [check for case in [*document["cases"], attach] for check in case.get("targets", ())]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 
 import typer
 from typer.testing import CliRunner
@@ -26,6 +27,15 @@ def test_one_document_with_everything_side_by_side() -> None:
         assert set(case["lull_seconds"]) == {"CPU", "PINNED"}
         copied = [check for check in case["targets"] if check["name"] == "bytes copied by a second park"]
         assert [check["value"] for check in copied] == [0]
+        for of in ("floors", "CPU", "PINNED"):
+            assert all(cost["cpu_seconds"] >= 0 for cost in case["costs"][of].values())
+    ordinary = document["cases"][1]
+    pages = ordinary["size_bytes"] // mmap.PAGESIZE
+    assert ordinary["costs"]["floors"]["memcpy_fresh"]["page_faults"] >= pages // 2, (
+        "the copy's own, or the kernel's around"
+    )
+    assert ordinary["costs"]["PINNED"]["second_park"]["page_faults"] < pages // 10, "a park touches nothing"
+    assert document["allocations"]["written_bytes_each"] < 1000, "a line of the ledger, not all of it"
     assert document["attach"]["attach_seconds"] > 0
     assert set(document["peers"]) == {"lull_on_cuda", "torch_memory_saver", "vllm"}
 

@@ -72,7 +72,7 @@ def test_an_engine_outlives_its_service_at_every_step(tmp_path: Path) -> None:
     assert NOT_BUILT not in outcomes[first_built:]
     lost = [step for step, outcome in enumerate(outcomes) if outcome == LOST]
     assert lost == list(range(lost[0], lost[0] + len(lost))), "only between the end of the park and the last export"
-    assert len(lost) <= WAKE_REQUESTS
+    assert len(lost) <= WAKE_REQUESTS + 1, "the end of the park may be answered before the service is hit"
 
 
 def _is_another(service: MemoryService, killed: object) -> bool:
