@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from . import loan_plan
 from .equal_samples import EqualSamples
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .loan import Loan
 
 Facts = dict[str, DeviceFacts]
+
+_LOOKS_MIN: Final = 3  # also past the deadline: a node that is too slow to look has not seen that nothing is free
 
 
 async def settle(loan: Loan) -> None:
@@ -49,7 +51,7 @@ async def settle(loan: Loan) -> None:
         if samples.good >= samples_wanted:
             _settled(loan, facts)
             return
-        if time.monotonic() > deadline and samples.taken > samples_wanted:  # a node that is slow proves nothing
+        if time.monotonic() > deadline and samples.taken > min(samples_wanted, _LOOKS_MIN):
             # Less than was predicted, and still, and enough: the job runs, and the next plan knows better. Where a
             # device gave next to nothing, a rank of the engine has not released at all.
             still = samples.still >= samples_wanted
