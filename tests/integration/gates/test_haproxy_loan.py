@@ -88,6 +88,7 @@ async def test_a_haproxy_that_forgets_is_told_again_at_once(tmp_path: Path, sock
         assert (await node.ask(port=haproxy.port)).status_code == 200
 
 
+@pytest.mark.long
 async def test_the_next_agent_keeps_closed_what_the_last_one_closed(tmp_path: Path, sockets: Path) -> None:
     async with haproxy_node(tmp_path, sockets) as (node, haproxy):
         await begin_job(node, tmp_path / "pipe")
@@ -181,6 +182,7 @@ async def test_without_its_haproxy_an_engine_is_not_lent_and_opens_when_that_is_
         assert (await node.ask(port=haproxy.port)).status_code == 200
 
 
+@pytest.mark.long
 async def test_a_haproxy_whose_own_checks_say_no_is_not_taken_for_open(tmp_path: Path, sockets: Path) -> None:
     """The operator's check asks for what the engine never answers with 200: its word stands against the canary's."""
     line: dict[str, Any] = {"server": "check inter 50ms fall 1 rise 1", "backend": "option httpchk GET /nothing"}

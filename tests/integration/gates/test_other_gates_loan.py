@@ -98,7 +98,7 @@ async def begin_job(node: AgentNode, pipe: Path) -> None:
     await node.until(lambda: node.log_of(job.attempt_id) == b"up\n", "the job runs")
 
 
-@pytest.mark.parametrize("gate", [Pod, Hook])
+@pytest.mark.parametrize("gate", [Pod, pytest.param(Hook, marks=pytest.mark.long)])
 async def test_the_engine_is_away_behind_a_closed_gate_whatever_dies(tmp_path: Path, gate: Any) -> None:
     other_side: Pod | Hook = gate()
     async with node_behind(other_side, tmp_path) as node:
@@ -135,6 +135,7 @@ async def test_without_a_gate_a_loan_says_who_counted(tmp_path: Path) -> None:
         assert [end["endpoint"] for end in node.reports("engine_changed")][-1] is None
 
 
+@pytest.mark.long
 async def test_a_gateway_that_no_engine_needs_any_more_lets_nothing_past_the_gate_of_now(tmp_path: Path) -> None:
     """The file said `gateway` and says `none` now: the old gateway still led to the engine."""
     async with node_of(tmp_path) as node:
