@@ -201,3 +201,22 @@ async def test_idle_connections_are_given_up_after_a_while(bench: Bench, monkeyp
     await bench.ask().answered()
     assert bench.pool.idle == 1
     await wait_until_async(lambda: bench.pool.idle == 0, 5, "the idle connection is closed")
+
+
+@pytest.mark.parametrize("last", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx"], ids=["its end", "bytes"])
+async def test_stale_connection_is_found_before_the_loop_hears_of_it(last: bytes) -> None:
+    """In the very turn of the loop in which a request would be written to it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        bench = Bench(listener.getsockname()[1])
+        connection = await bench.pool.connect()
+        peer, _ = listener.accept()
+        bench.pool.give_back(connection)
+        assert bench.pool.idle == 1
+        peer.sendall(last)
+        if not last:
+            peer.shutdown(socket.SHUT_WR)
+        assert bench.pool.take() is None
+        assert bench.pool.idle == 0
+        peer.close()
+        await wait_until_async(lambda: connection._transport.is_closing(), 5, "our end is closed")
+        await asyncio.sleep(0)
