@@ -52,16 +52,16 @@ async def test_ranks_of_vllm_that_disagree(tmp_path: Path) -> None:
         answer = await answer_of(node)
         reason = await refused(node, 1, "rank_keeps", "HBMNotFreed", answer)
         assert "did not become free after the park of alpha" in reason["sentence"]
-        await goes_on(node, 2, "rank_late", answer)
-        await breaks(node, 3, "rank_half_wake", "EngineLost", answer, at_once=False)
+        await breaks(node, 2, "rank_half_wake", "EngineLost", answer, at_once=False)
 
 
 @pytest.mark.long
-async def test_ranks_of_vllm_that_die(tmp_path: Path) -> None:
+async def test_ranks_of_vllm_that_are_late_or_die(tmp_path: Path) -> None:
     async with stand_in_node(tmp_path, vllm()) as node:
         answer = await answer_of(node)
-        await breaks(node, 1, "rank_dies_at_release", "EngineLost", answer, at_once=True, crash=True)
-        await breaks(node, 2, "rank_dies_at_wake", "EngineLost", answer, at_once=False)
+        await goes_on(node, 1, "rank_late", answer)
+        await breaks(node, 2, "rank_dies_at_release", "EngineLost", answer, at_once=True, crash=True)
+        await breaks(node, 3, "rank_dies_at_wake", "EngineLost", answer, at_once=False)
 
 
 @pytest.mark.long
@@ -82,6 +82,7 @@ async def test_ranks_of_sglang_that_wake_in_part_or_die(tmp_path: Path) -> None:
         await breaks(node, 3, "rank_dies_at_wake", "EngineLost", answer, at_once=False, crash=True)
 
 
+@pytest.mark.long
 async def test_ranks_of_tensorrt_llm_that_disagree(tmp_path: Path) -> None:
     """The status of all ranks is one answer, and 500 when they differ (NVIDIA/TensorRT-LLM#19016)."""
     async with stand_in_node(tmp_path, trtllm(tmp_path)) as node:
