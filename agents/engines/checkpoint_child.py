@@ -5,7 +5,7 @@ standard input, one answer a line on its output; it ends with its input. What ch
 lock files: one for each device, so that two engines are never restored to one at a time, and an agent that starts finds
 out that a call of an earlier one is still under way.
 
-It imports nothing of ours: it has to be quick to start. It has called cuInit, which keeps the driver loaded: a restore
+It imports little of ours: it has to be quick to start. It has called cuInit, which keeps the driver loaded: a restore
 needs that, or persistence mode.
 """
 
@@ -18,8 +18,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from importlib import import_module
 from typing import Any, Final
+
+from ...vmm.cuda_calls import binding
 
 _LOOK_SECONDS: Final = 0.05
 _TEXT_MAX: Final = 500
@@ -32,16 +33,10 @@ class Busy(Exception):
 
 
 def driver() -> Any:
-    """The bindings, with the driver initialized. Raises RuntimeError with words for the operator."""
-    try:
-        cuda: Any = import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise RuntimeError(f"cuda-python is not installed ({error}); pip install 'gpu-lull[agent]'") from error
+    """The driver's calls, with the driver initialized. Raises DriverError and RuntimeError, for the operator."""
+    cuda: Any = binding()
     if not hasattr(cuda, "cuCheckpointProcessLock"):
         raise RuntimeError("cuda-python is too old for checkpoints: 12.8 or newer, or 13.0.2 or newer, is needed")
-    code = int(cuda.cuInit(0)[0])
-    if code:
-        raise RuntimeError(f"cuInit: {cuda.CUresult(code).name}")
     return cuda
 
 
