@@ -199,8 +199,8 @@ def _targets(columns: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         ),
         _check("resident_bytes", figure("lull", "resident_bytes"), at_most=RESIDENT_BYTES_MAX),
         _check(
-            "requests_through_haproxy_of_haproxy",
-            ratio("requests_per_second", "haproxy_with_lull", "haproxy"),
+            "requests_per_core_through_haproxy_of_haproxy",
+            ratio("cpu_seconds_per_request", "haproxy", "haproxy_with_lull"),
             at_least=BACKUP_OF_HAPROXY_MIN,
         ),
     ]

@@ -37,7 +37,7 @@ def test_the_gateway_beside_others() -> None:
     _all_is_measured(document)
     assert {check["name"] for check in document["targets"]} == {
         *("requests_per_core_of_bare", "chunks_per_core_of_bare", "requests_per_second", "chunks_per_second"),
-        *("added_p50_seconds", "resident_bytes", "requests_through_haproxy_of_haproxy"),
+        *("added_p50_seconds", "resident_bytes", "requests_per_core_through_haproxy_of_haproxy"),
     }
 
 

@@ -68,8 +68,8 @@ def test_each_target_can_be_missed(worse: dict[str, Any], missed: str) -> None:
 
 
 def test_haproxy_in_front_of_us_is_judged_beside_haproxy_alone() -> None:
-    columns = {"haproxy": figure(), "haproxy_with_lull": figure(requests_per_second=17_000.0)}
-    assert verdicts(judged(columns)) == {"requests_through_haproxy_of_haproxy": False}
+    columns = {"haproxy": figure(), "haproxy_with_lull": figure(cpu_seconds_per_request=45e-6)}
+    assert verdicts(judged(columns)) == {"requests_per_core_through_haproxy_of_haproxy": False}
 
 
 @pytest.mark.parametrize("mode", MODES)
