@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from lull.agents.protocol.loans import LoanStep
 from lull.agents.protocol.plans import Plan, way_in
 from lull.agents.protocol.wire import EngineState, GateState
@@ -85,6 +87,7 @@ async def test_an_agent_that_dies_in_the_middle_leaves_an_engine_that_is_woken_a
         assert await answer_of(node) == answer
 
 
+@pytest.mark.long
 async def test_an_engine_that_wakes_wrong_is_started_anew_and_that_way_is_left_alone(tmp_path: Path) -> None:
     async with node_of(tmp_path, "garbage") as node:
         await node.start()

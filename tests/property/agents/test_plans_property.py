@@ -74,7 +74,7 @@ def engines(draw: st.DrawFn) -> tuple[EnginePolicy, Capabilities, Learned, dict[
 
 
 @given(engines())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_ways_are_parts_of_the_policy_that_the_engine_can_release_and_somebody_has_seen(of: tuple) -> None:
     policy, can, known, held, ways = of
     assert 1 <= len(ways) <= WAYS_MAX
@@ -94,7 +94,7 @@ def test_ways_are_parts_of_the_policy_that_the_engine_can_release_and_somebody_h
 
 
 @given(engines())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_less_work_never_counts_as_dearer(of: tuple) -> None:
     ways = of[-1]
     for one, other in itertools.permutations(ways, 2):
@@ -104,7 +104,7 @@ def test_less_work_never_counts_as_dearer(of: tuple) -> None:
 
 
 @given(st.lists(engines(), min_size=1, max_size=3), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_cheapest_that_is_enough_whatever_comes_first(several: list[tuple], data: st.DataObject) -> None:
     ways = [of[-1] for of in several]
     need = {each: data.draw(st.integers(0, 120)) for each in DEVICES}
