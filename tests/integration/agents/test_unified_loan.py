@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import sys
 from pathlib import Path
@@ -30,18 +31,21 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "meminfo"
         self.available_bytes = 1 << 40
-        self._looks = itertools.count()
+        self.ended = asyncio.Event()
+        self._writes = itertools.count()
         self.write()
 
     def write(self) -> None:
         draft = self.path.with_suffix(".new")
-        draft.write_text(f"MemAvailable: {self.available_bytes // 1024 + next(self._looks)} kB\n")
+        draft.write_text(f"MemAvailable: {self.available_bytes // 1024 + next(self._writes)} kB\n")
         draft.replace(self.path)
 
     async def live(self) -> None:
-        while True:
+        while not self.ended.is_set():
             self.write()
-            await asyncio.sleep(0.005)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.005):
+                    await self.ended.wait()
 
 
 async def test_an_engine_that_loads_its_weights_again_is_lent_on_unified_memory(tmp_path: Path) -> None:
@@ -71,4 +75,5 @@ async def test_an_engine_that_loads_its_weights_again_is_lent_on_unified_memory(
         await node.until(lambda: (node.last_reason("loan-2") or {}).get("code") == "HBMNotFreed", "it is not free")
         host.available_bytes = 1 << 40
         await node.until_closed("loan-2")
-        living.cancel()
+        host.ended.set()
+        await living
