@@ -205,7 +205,7 @@ def test_a_port_in_use_is_noticed_before_memory_is_taken(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(typer.Exit) as left:  # and not for lack of memory
-            serve("x", port=port, device=device.path, weights="1TiB")
+            serve("x", port=port, device=str(device.path), weights="1TiB")
     assert left.value.exit_code == 1
     assert f"--port {port}: Address already in use" in capsys.readouterr().err
 
