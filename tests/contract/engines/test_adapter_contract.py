@@ -65,7 +65,8 @@ async def test_parks_wakes_and_is_known_again_by_the_next_agent(
         golden = await rig.adapter().answer(CANARY)
         # It is asked for as many tokens as the policy says: fewer are the beginning of the same answer.
         fewer = await rig.adapter().answer(CANARY.model_copy(update={"tokens": CANARY.tokens // 2}))
-        assert 0 < len(fewer.text) < len(golden.text) and golden.text.startswith(fewer.text)
+        assert 0 < len(fewer.text) < len(golden.text)
+        assert golden.text.startswith(fewer.text)
 
         # Found running, nothing is left to do; and nothing is done to it.
         await rig.adapter().after_resume(policy, CALL_SECONDS)
