@@ -279,8 +279,8 @@ class Loan(View):
     opened_at: Time
     closed_at: Time | None = None
     restore_by_seconds: float | None = None
-    without_job: WithoutJob | None = Field(None, description="Its engines sleep: by whose wish, and how long")
-    first_byte_seconds: float | None = Field(None, description="That the request waited which ended it")
+    without_job: WithoutJob | None = Field(default=None, description="Its engines sleep: by whose wish, and how long")
+    first_byte_seconds: float | None = Field(default=None, description="That the request waited which ended it")
     plans: list[LoanPlan] = Field(default_factory=list[LoanPlan], description="What is released, engine by engine")
     steps: list[LoanStepView] = Field(default_factory=list[LoanStepView])
 

@@ -48,7 +48,7 @@ class DataAndService(RuleBasedStateMachine):
         self.pool.build({key: Piece(BYTES) for key in KEYS}, slab_bytes=2 * BYTES)
         self.pool.seal()
         if fresh:
-            self.values = dict.fromkeys(KEYS, 0)
+            self.values: dict[str, int] = dict.fromkeys(KEYS, 0)
             self.torn: set[str] = set()
         self.parked = False
 
