@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 # Safe path: the working directory must not lend its folders to the child's imports.
 LULL: Final = (sys.executable, "-P", "-m", "lull.cli")
-DIRECTORY_BYTES_MAX: Final = 80  # a socket's name below it has to fit into 107 bytes
+# The name of a socket has to fit into 107 bytes; the longest below it is vLLM's: tmp/ and a UUID.
+DIRECTORY_BYTES_MAX: Final = 107 - len("/tmp/") - 36
 END_SECONDS_MAX: Final = 15.0
 LOG_TAIL_BYTES: Final = 4096
 _POLL_SECONDS: Final = 0.1
@@ -265,8 +266,11 @@ def _vllm_keys(box: Box, engine: EnginePlan) -> dict[str, Any]:
     if engine.vllm is None:
         return {}
     model, port = box.directory / f"model-{engine.name}", box.engine_ports[engine.name]
+    scratch = box.directory / "tmp"
+    scratch.mkdir(exist_ok=True)
     engine.vllm.write_model(model, engine.weights_bytes)
-    return engine.vllm.engine_keys(engine.name, port, model, box.device_path(engine.name), engine.kv_cache_bytes)
+    device = box.device_path(engine.name)
+    return engine.vllm.engine_keys(engine.name, port, model, device, engine.kv_cache_bytes, scratch)
 
 
 def free_ports(count: int) -> list[int]:

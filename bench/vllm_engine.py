@@ -38,12 +38,20 @@ class VllmInstall:
         """A random model. Raises NoVllm with what went wrong."""
         argv = [self.python, "-P", "-m", "lull.vmm.vllm.tiny_model", str(directory)]
         argv += ["--weights-mib", str(weights_bytes >> 20)]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_WRITE_SECONDS_MAX, check=False)
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=_WRITE_SECONDS_MAX, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NoVllm(f"{self.python} could not write a model: {error}") from error
         if done.returncode:
             raise NoVllm(f"{self.python} could not write a model: {done.stderr.strip()[-400:]}")
 
-    def engine_keys(self, name: str, port: int, model: Path, device: Path, kv_cache_bytes: int) -> dict[str, Any]:
-        """The keys of [[engines]] that make it a vLLM."""
+    def engine_keys(
+        self, name: str, port: int, model: Path, device: Path, kv_cache_bytes: int, scratch: Path
+    ) -> dict[str, Any]:
+        """The keys of [[engines]] that make it a vLLM.
+
+        ``scratch``: a directory for its sockets and its rendezvous file, which it leaves behind whenever it is killed.
+        """
         command = [
             *(self.python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
             *("--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
@@ -53,7 +61,7 @@ class VllmInstall:
         return {
             "kind": "vllm",
             "command": command,
-            "env": {**_ENVIRONMENT, "LULL_HOST_DEVICE": str(device)},
+            "env": {**_ENVIRONMENT, "LULL_HOST_DEVICE": str(device), "TMPDIR": str(scratch)},
             "health_seconds_max": START_SECONDS_MAX,
         }
 

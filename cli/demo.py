@@ -67,8 +67,11 @@ def demo(
         usual = _USUAL[engine]
         weights_bytes, seconds = _weights(engine_weights or usual.weights), _seconds(timeout or usual.timeout)
         engines = _plan(engine, weights_bytes)
-        with _terminated_like_interrupted():
-            facts, trouble, kept = run_demo(engines, seconds, keep, as_json)
+        try:
+            with _terminated_like_interrupted():
+                facts, trouble, kept = run_demo(engines, seconds, keep, as_json)
+        except (BoxError, NoVllm) as error:  # before anything ran
+            fail(f"demo: {error}")
         document = {**document_of(facts), "left_behind": trouble}
         if trouble:
             document["failures"] = [*document["failures"], *trouble]
