@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from .protocol.written import Written
 
 KIND = "cuda-checkpoint"
 
 
-class CudaCheckpointOptions(BaseModel):
+class CudaCheckpointOptions(Written):
     """Which processes are checkpointed together, and how long a lock may take."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     # "command": all processes that the engine's command started; "port": those of whoever listens on the port of url.
     # None: "command" where there is one.

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ..vmm.tags import KEEPS_CONTENTS
 from .protocol.config_file import FilePath
 from .protocol.policy import EnginePolicy
 from .protocol.sizes import Bytes
+from .protocol.written import Written
 
 # As nvidia-smi -L prints them; MIG-GPU-UUID/3/0 is how drivers before R470 name a slice.
 CudaUuid = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]{4,90}$")]
@@ -22,10 +23,8 @@ _OF_HOST: Final = ("path", "capacity_bytes", "memory")
 _OF_NVIDIA: Final = ("uuid", "index")
 
 
-class DeviceSettings(BaseModel):
+class DeviceSettings(Written):
     """``host``: a directory that every process on the node opens by its path. ``nvidia``: a GPU, or a MIG slice."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["host", "nvidia"] = "host"
     path: FilePath | None = None

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from .checkpoint_settings import CudaCheckpointOptions, checkpoint_fault
 from .device_settings import DeviceSettings, devices_fault, engine_devices_fault
@@ -17,6 +17,7 @@ from .protocol.config_file import FilePath
 from .protocol.engine_kinds import MODES_ARE_FLAGS, EngineKind, known_capabilities, usual_restore_modes
 from .protocol.policy import EnginePolicy
 from .protocol.sizes import Bytes
+from .protocol.written import Written, check_port
 
 RESTORE_MODE_FLAGS: Final = "{restore_mode_flags}"  # in a command: becomes --restore-mode TAG=MODE for every tag
 MEMORY_SERVICE_FLAGS: Final = "{memory_service_flags}"  # becomes --memory-service SOCKET of the engine's first device
@@ -29,15 +30,11 @@ ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}
 Argv = Annotated[list[str], Field(min_length=1, max_length=256)]
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class GatewaySettings(Written):
+    listen: Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$"), AfterValidator(check_port)] = "127.0.0.1:8070"
 
 
-class GatewaySettings(Section):
-    listen: Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$")] = "127.0.0.1:8070"
-
-
-class VllmOptions(Section):
+class VllmOptions(Written):
     """What a vLLM cannot be asked."""
 
     # How weights that level 2 lost are loaded again: the method of /collective_rpc. None: they may not be lost.
@@ -51,7 +48,7 @@ class EngineSettings(EngineGate):
     name: Name
     kind: EngineKind = "trtllm"
     models: Annotated[list[ModelName], Field(min_length=1, max_length=64)]
-    url: Annotated[str, Field(pattern=r"^http://(127\.0\.0\.1|localhost|\[::1\]):\d{1,5}$")]
+    url: Annotated[str, Field(pattern=r"^http://(127\.0\.0\.1|localhost|\[::1\]):\d{1,5}$"), AfterValidator(check_port)]
     device_indexes: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=64)]
     control_key_file: FilePath | None = None  # trtllm signs with it; sglang's admin_api_key
     api_key_file: FilePath | None = None  # sent as a bearer token where the engine wants one

@@ -5,46 +5,18 @@ from __future__ import annotations
 import re
 from typing import Final
 
-_UNITS: Final = {
-    "": 1,
-    "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "pib": 2**50,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "pb": 10**15,
-}
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
+from ..agents.protocol import sizes
+
 _DURATION_PART: Final = re.compile(r"(\d+(?:\.\d+)?)(d|h|m|s)")
 _SECONDS: Final = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-SIZE_BYTES_MAX: Final = 2**60
 DURATION_SECONDS_MAX: Final = 10 * 365 * 86400.0
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `40GiB`, `512MiB`, `1.5GiB`, `2GB` (10^9), `4096`. ValueError says what is wrong.
-
-    A bare `G` is refused: half of the world reads it as 2^30, the other half as 10^9.
-    """
-    matched = _SIZE.fullmatch(text.strip())
-    if matched is None:
-        raise ValueError(f"{text!r} is no size; write for example 40GiB or 512MiB")
-    unit = matched[2].lower()
-    if unit in ("k", "m", "g", "t", "p"):
-        letter = unit.upper()
-        raise ValueError(f"{text!r} is ambiguous; write {letter}iB (powers of 1024) or {letter}B (powers of 1000)")
-    if unit not in _UNITS:
-        raise ValueError(f"{text!r}: unknown unit {matched[2]!r}; use KiB, MiB, GiB, TiB, PiB, kB, MB, GB, TB or PB")
-    size_bytes = round(float(matched[1]) * _UNITS[unit])
-    if size_bytes <= 0:
+    """As in TOML, but a size that somebody asks for is more than 0."""
+    size_bytes = sizes.parse_size(text)
+    if size_bytes == 0:
         raise ValueError(f"{text!r} has to be more than 0")
-    if size_bytes > SIZE_BYTES_MAX:
-        raise ValueError(f"{text!r} has to be at most 1024PiB")
     return size_bytes
 
 

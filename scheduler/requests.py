@@ -5,15 +5,15 @@ from __future__ import annotations
 import unicodedata
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from ..agents.protocol.written import Written
 
 ARGV_BYTES_MAX = 128 * 1024  # Linux: MAX_ARG_STRLEN, one string of argv or environ
 COMMAND_BYTES_MAX = 1024 * 1024  # argv and env together: half of what Linux takes by default, one order's worth
 
 
-class JobRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class JobRequest(Written):
     argv: Annotated[tuple[str, ...], Field(min_length=1, max_length=4096)]
     env: dict[str, str] = Field(default_factory=dict, max_length=1024)
     workdir: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
@@ -86,10 +86,8 @@ def _check_text(field: str, text: str) -> None:
         raise ValueError(f"{field}: one string may not exceed {ARGV_BYTES_MAX} bytes; pass a file instead")
 
 
-class ParkRequest(BaseModel):
+class ParkRequest(Written):
     """How an operator wants an engine parked without a job. ``for_seconds`` None: as long as its policy allows."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     for_seconds: Annotated[float, Field(gt=0, le=7 * 24 * 3600)] | None = None
     wake_on_request: bool = True

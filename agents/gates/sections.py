@@ -6,9 +6,10 @@ import ipaddress
 import re
 from typing import Annotated, Any, Final, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ..protocol.config_file import FilePath
+from ..protocol.written import Written, check_port
 
 GateKind = Literal["gateway", "haproxy", "kubernetes", "webhook", "none"]
 
@@ -32,8 +33,10 @@ MetricName = Annotated[str, Field(pattern=r"^[A-Za-z_:][A-Za-z0-9_:]{0,199}$")]
 
 
 def _check_socket(value: str) -> str:
-    if value.startswith("/") or _LOOPBACK.fullmatch(value):
+    if value.startswith("/"):
         return value
+    if _LOOPBACK.fullmatch(value):
+        return check_port(value)
     raise ValueError(f"{value!r} is neither the absolute path of a socket nor a loopback HOST:PORT")
 
 
@@ -42,9 +45,7 @@ def _check_network(value: str) -> str:
     return value
 
 
-class GateSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class GateSection(Written):
     # Where clients reach the engine, as it is shown to them.
     endpoint: Annotated[str, Field(pattern=r"^https?://\S+$", max_length=500)] | None = None
 
@@ -145,10 +146,8 @@ SECTIONS: Final[dict[str, type[GateSection]]] = {
 }
 
 
-class EngineGate(BaseModel):
+class EngineGate(Written):
     """The gate of one engine, as its part of the file has it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     gate_kind: GateKind = "gateway"
     haproxy: HaproxySection | None = None
@@ -174,10 +173,8 @@ class EngineGate(BaseModel):
         return self.gate_kind == "gateway" or (self.haproxy is not None and self.haproxy.gateway_backup)
 
 
-class AgentGates(BaseModel):
+class AgentGates(Written):
     """What an agent's file says for the gates of all its engines: each engine's own word comes first."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     gate_kind: GateKind = "gateway"
     haproxy: dict[str, Any] = Field(default_factory=dict[str, Any])

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ...vmm.tags import INIT_ONLY_TAGS, KEEPS_CONTENTS, TAG_PATTERN, TRTLLM_TAGS, RestoreMode
 from .sizes import Bytes
+from .written import Written
 
 NOT_OBEYED_YET: Final = {
     "windows": "lending in time windows",
@@ -26,10 +27,8 @@ NOT_OBEYED_YET: Final = {
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 
 
-class CanaryPolicy(BaseModel):
+class CanaryPolicy(Written):
     """The fixed greedy prompt whose answer must be the same before and after a loan."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompt: Annotated[str, Field(min_length=1, max_length=4096)] = "The quick brown fox"
     tokens: Annotated[int, Field(ge=1, le=256)] = 8
@@ -37,10 +36,8 @@ class CanaryPolicy(BaseModel):
     logprob_tolerance: Annotated[float, Field(ge=0, le=10)] = 1e-3
 
 
-class EnginePolicy(BaseModel):
+class EnginePolicy(Written):
     """How and when one engine may be lent. Times are seconds."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     restore_modes: dict[str, RestoreMode] = Field(
         default_factory=lambda: {"model_weights": RestoreMode.CPU, "kv_cache": RestoreMode.NONE}

@@ -23,7 +23,7 @@ KV_OFFLOAD_DIR_BYTES: Final = 1 << 30
 KEY_ENVIRONMENT_NAME: Final = "LULL_ENGINE_CONTROL_KEY"
 
 _CUDA_UUIDS: Final = ("GPU-", "MIG-")
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(|B|KiB|MiB|GiB|TiB)")
+_SIZE: Final = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?)\s*(|B|KiB|MiB|GiB|TiB)")
 _UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 

@@ -60,6 +60,8 @@ def test_a_good_file(tmp_path: Path) -> None:
         ('node_name = "box"', 'node_nam = "box"', 4, "node_nam: unknown key"),
         ('capacity_bytes = "1.5GiB"', 'capacity_bytes = "1.5 apples"', 8, "devices.0.capacity_bytes: '1.5 apples'"),
         ('url = "http://127.0.0.1:9001"', 'url = "http://10.0.0.1:9001"', 13, "engines.0.url"),
+        ('url = "http://127.0.0.1:9001"', 'url = "http://127.0.0.1:90011"', 13, "a port that does not exist"),
+        ("device_indexes = [0]", "device_indexes = [false]", 14, "has to be a number, not false"),
         ('when = "always"', 'when = "idle"', 18, "not obeyed yet"),
         ('when = "always"', "recall_waiting_seconds = 5", 18, "recall_waiting_seconds"),
         ('when = "always"', 'restore_modes = {model_weights = "NONE"}', 18, 'model_weights = "CPU"'),
@@ -107,7 +109,7 @@ def test_sizes(text: object, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 furlong", True, 1.5, None])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 furlong", "9" * 400, True, 1.5, None])
 def test_what_is_not_a_size(text: object) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_bytes(text)

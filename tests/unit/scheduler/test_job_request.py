@@ -22,6 +22,8 @@ def test_a_command_larger_than_an_order_may_be_is_refused() -> None:
     [
         ("name", "a\x1b[2J"),
         ("name", "a\x00"),
+        ("gpus", True),
+        ("time_limit_seconds", True),
         ("name", "a\x9b"),
         ("project", "a\nb"),
         ("project", "\ud800"),
