@@ -17,12 +17,15 @@ _LOOK_SECONDS_MAX: Final = 60.0
 _WRITE_SECONDS_MAX: Final = 600.0
 _LOOK: Final = "import importlib.util as u, sys; sys.exit(not (u.find_spec('vllm') and u.find_spec('lull.vmm.vllm')))"
 # bfloat16 ends by SIGILL on some virtual machines, so the model is float32; a demo binds no threads to processors.
+# The first answer with log-probabilities, the canary's, would wait for a C++ compiler (vllm/v1/sample/ops/logprobs.py),
+# a minute on a busy machine, and fail where there is none.
 _ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
 }
 
 

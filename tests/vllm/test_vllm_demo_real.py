@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 def test_the_demo_lends_a_real_vllm(tmp_path_factory: pytest.TempPathFactory) -> None:
     place: Path = tmp_path_factory.mktemp("d")  # short, for Unix sockets
-    environment = {**os.environ, "TMPDIR": str(place), "LULL_VLLM_PYTHON": vllm_python()}
+    environment = {**os.environ, "TMPDIR": str(place), "LULL_VLLM_PYTHON": vllm_python(), "CXX": "no-compiler"}
     argv = [sys.executable, "-P", "-m", "lull.cli", "demo", "--engine", "vllm", "--json"]
     ended = subprocess.run(argv, env=environment, cwd=place, capture_output=True, text=True, timeout=1400, check=False)
     assert ended.returncode == 0, ended.stderr + ended.stdout
