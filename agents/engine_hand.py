@@ -16,7 +16,8 @@ import structlog
 from . import canary
 from .engine_body import EngineBody
 from .engines.base import Answer, Observation
-from .errors import AgentError, CanaryFailed, EngineLost, EngineTimedOut
+from .errors import AgentError, CanaryFailed, EngineLost, EngineRefused, EngineTimedOut, EngineUnreachable
+from .gates.base import ClosedTerms
 from .node import SharedPool
 from .probe import DeviceFacts
 from .protocol.loans import LoanStep
@@ -253,16 +254,23 @@ class EngineHand(EngineBody):
         except (TimeoutError, EngineTimedOut) as error:
             text = f"engine {self.name} did not answer the canary within {policy.canary.deadline_seconds} s"
             raise CanaryFailed(text, timed_out=True) from error
-        except AgentError as error:
+        except EngineRefused as error:
             raise CanaryFailed(f"engine {self.name} refused the canary: {error}") from error
+        except AgentError as error:
+            unasked = isinstance(error, EngineUnreachable) or isinstance(error.__cause__, OSError)  # no key to ask with
+            text = f"engine {self.name} could not be asked the canary: {error}"
+            raise CanaryFailed(text, unasked=unasked) from error
 
     async def verify(self, step: StepSink, policy: EnginePolicy | None = None, *, take_golden: bool = False) -> None:
-        """The canary is right: this process is written down as verified. CanaryFailed condemns it."""
+        """The canary is right: this process is written down as verified.
+
+        CanaryFailed condemns it, unless nothing reached it: then it is asked again, its gate closed.
+        """
         asked = self.incarnation
         try:
             await self.check_canary(policy, take_golden=take_golden)
-        except CanaryFailed:
-            self.remember(condemned=asked, verified=None)
+        except CanaryFailed as failed:
+            self.remember(verified=None, **({} if failed.unasked else {"condemned": asked}))
             raise
         if asked is None or self.incarnation != asked:
             raise EngineLost(f"engine {self.name} was replaced while it was verified")
@@ -285,9 +293,7 @@ class EngineHand(EngineBody):
     async def close_gate(self, policy: EnginePolicy | None = None) -> int | None:
         """Closes it; returns the requests that are in flight, where the gate can tell."""
         policy = policy or self.policy
-        in_flight = await self.gate.close(
-            self.engine_id, policy.gate, policy.hold_requests_max, policy.hold_seconds_max
-        )
+        in_flight = await self.gate.close(self.engine_id, ClosedTerms.of(policy))
         self.gate_state = GateState.CLOSED
         return in_flight
 

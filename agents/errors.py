@@ -10,7 +10,8 @@ AgentError
 ├── EngineTimedOut           a call was sent and no answer came: look again, never repeat
 ├── EngineAuthRefused        the engine does not accept our signature: stop and alert
 ├── EngineLost               it is brought back by a restart, where its policy allows one
-├── CanaryFailed             the engine answers wrongly: no traffic for this process of it any more
+├── CanaryFailed             the engine answers wrongly: no traffic for this process of it any more; if it could not
+│                            even be asked: no traffic until it was
 ├── DeviceAbsent             nobody can say what is on the device: nothing is started, parked or woken there
 └── SpawnRefused             an attempt may not be started now
 """
@@ -68,11 +69,13 @@ class EngineLost(AgentError):
 
 
 class CanaryFailed(AgentError):
-    """The answer is wrong, or did not come. ``timed_out`` tells which."""
+    """The answer is wrong, or did not come (``timed_out``), or was never asked for (``unasked``), which proves nothing
+    against the engine."""
 
-    def __init__(self, text: str, *, timed_out: bool = False) -> None:
+    def __init__(self, text: str, *, timed_out: bool = False, unasked: bool = False) -> None:
         super().__init__(text)
         self.timed_out = timed_out
+        self.unasked = unasked
 
 
 class SpawnRefused(AgentError):

@@ -60,9 +60,9 @@ async def _restore_engine(loan: Loan, engine: EngineKeeper, still_waking: set[st
         await _fault(loan, engine, late, "EngineLost", str(lost))
     except CanaryFailed as failed:
         event = LoanEvent.CANARY_DEADLINE if failed.timed_out else LoanEvent.CANARY_WRONG
-        if loan.state is LoanState.WAKING:  # another engine still wakes: the table knows no canary there
-            event = LoanEvent.ENGINE_LOST
-        await _fault(loan, engine, event, "WakeCorrupt", str(failed))
+        if failed.unasked or loan.state is LoanState.WAKING:
+            event = LoanEvent.ENGINE_LOST  # another engine still wakes: the table knows no canary there
+        await _fault(loan, engine, event, "EngineLost" if failed.unasked else "WakeCorrupt", str(failed))
     except ENGINE_TROUBLE as error:
         await _fault(loan, engine, LoanEvent.ENGINE_LOST, "EngineLost", str(error))
     else:

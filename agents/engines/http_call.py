@@ -14,7 +14,9 @@ import httpx
 from ..errors import EngineAuthRefused, EngineRefused, EngineTimedOut, EngineUnreachable
 from ..loopback import loopback_client
 
-_CONNECT_SECONDS: Final = 5.0
+_CONNECT_SECONDS: Final = 5.0  # one try
+_CONNECT_SECONDS_MIN: Final = 0.05
+_CONNECT_SHARE: Final = 0.9  # of the call's time: what is left after it would not suffice for an answer
 _TEXT_MAX: Final = 500
 _LOCAL_WANTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
@@ -24,7 +26,8 @@ async def call(
 ) -> httpx.Response:
     """Sends ``body`` as JSON, if it is not None; bytes are sent as they are, since they may be signed.
 
-    Never repeats anything, never follows a redirect.
+    Never repeats what was sent, never follows a redirect. A connection that takes long is tried again: nothing was
+    sent, and on this machine it is this process that was slow, or an engine that takes none. Refused ones are not.
     Raises EngineUnreachable where no connection was taken, EngineTimedOut where the call was sent and was not answered
     whole: what it did is unknown then.
     """
@@ -32,15 +35,26 @@ async def call(
     sent = {} if headers is None else dict(headers)
     if body is not None:
         sent["content-type"] = "application/json"
-    limits = httpx.Timeout(seconds_max, connect=min(_CONNECT_SECONDS, seconds_max))
+    loop = asyncio.get_running_loop()
+    connect_by = loop.time() + seconds_max * _CONNECT_SHARE
     try:
         # httpx bounds each read, not the whole: an engine that trickles its answer would hold us for ever.
-        async with asyncio.timeout(seconds_max + _CONNECT_SECONDS), loopback_client(limits) as client:
-            return await client.request(method, url, content=raw, headers=sent)
+        async with (
+            asyncio.timeout(seconds_max + _CONNECT_SECONDS),
+            loopback_client(httpx.Timeout(seconds_max)) as client,
+        ):
+            while True:
+                connect_seconds = min(_CONNECT_SECONDS, max(connect_by - loop.time(), _CONNECT_SECONDS_MIN))
+                limits = httpx.Timeout(seconds_max, connect=connect_seconds)
+                try:
+                    return await client.request(method, url, content=raw, headers=sent, timeout=limits)
+                except httpx.ConnectTimeout:
+                    if loop.time() >= connect_by:
+                        raise
     except httpx.ConnectError as error:
         raise EngineUnreachable(f"{url}: {error}") from error
     except httpx.ConnectTimeout as error:
-        raise EngineUnreachable(f"{url}: no connection within {_CONNECT_SECONDS} s") from error
+        raise EngineUnreachable(f"{url}: no connection within {seconds_max * _CONNECT_SHARE:.3g} s") from error
     except TimeoutError as error:
         raise EngineTimedOut(f"{method} {url}: not answered whole within {seconds_max} s") from error
     except httpx.HTTPError as error:
