@@ -32,7 +32,8 @@ def test_every_kind_has_a_set_up_that_loads(tmp_path: Path) -> None:
 
 def test_the_documented_check_takes_each_call_once_and_no_other() -> None:
     page: dict[str, Any] = {}
-    exec(example("gates.md"), page)
+    exec(example("gates.md").replace('b"..."', r'b" a secret of its file\n"'), page)
+    assert page["SECRET"] == b"a secret of its file"  # as the agent reads it
     body, at = b'{"verb": "close"}', 1760000000
     header = signature(page["SECRET"], at, "call-1", body)
     assert not page["is_signed"](header, body + b" ", at)
