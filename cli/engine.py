@@ -36,6 +36,11 @@ COLUMNS = (
 )
 
 
+def engine_names(session: Session) -> dict[str, str]:
+    """By id, for what names engines by their ids alone."""
+    return {engine.id: engine.name for engine in session.client.engines()}
+
+
 @client_command
 def list_engines(session: Session, selector: SelectorOption = None, sort_by: SortOption = None) -> None:
     """List engines."""

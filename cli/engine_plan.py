@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 from .context import Session, client_command
-from .engine import EngineArgument
+from .engine import EngineArgument, engine_names
 from .exits import ExitCode, fail
 from .options import OutputFormat
 from .output import Output, Row, described, part_of, parts_of, text_of
@@ -35,16 +36,17 @@ def plan(
     except ValueError as error:
         fail(f"--hbm: {error}", ExitCode.USAGE)
     out = Output(OutputFormat.JSON) if as_json else session.out
-    out.item(session.client.engine_plan(engine, need_bytes, gpus=gpus), plan_lines, name="engine_id")
+    found = session.client.engine_plan(engine, need_bytes, gpus=gpus)
+    out.item(found, lambda row: plan_lines(row, engine_names(session)), name="engine_id")
 
 
-def plan_lines(row: Row) -> list[str]:
+def plan_lines(row: Row, names: Mapping[str, str]) -> list[str]:
     chosen = part_of(row, "plan")
     lines = described(
         [
             ("engine", text_of(row["engine"])),
             ("need", f"{format_size(row['need_bytes'])} on {row['gpus']} device{'s' if row['gpus'] > 1 else ''}"),
-            ("plan", way_text(chosen) if chosen else f"none: {text_of(row['nothing_suffices'])}"),
+            ("plan", way_text(chosen, names) if chosen else f"none: {text_of(row['nothing_suffices'])}"),
             ("not now", text_of(part_of(row, "not_now").get("sentence"))),
         ]
     )
@@ -53,5 +55,5 @@ def plan_lines(row: Row) -> list[str]:
     if others:
         lines.append("not chosen:")
     for other in others:
-        lines.append(f"  {way_text(other)}: {text_of(other['why_not'])}")
+        lines.append(f"  {way_text(other, names)}: {text_of(other['why_not'])}")
     return lines

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
 
 from .choosing import SelectorOption, SortOption, ordered, selected
 from .context import Session, client_command
+from .engine import engine_names
 from .output import Column, Row, age, described, field, part_of, parts_of, text_of
 from .plan_text import loan_plan_lines
 from .quantities import format_duration, format_size
@@ -47,7 +48,7 @@ LoanArgument = Annotated[str, typer.Argument(metavar="LOAN", help="Its id.")]
 @client_command
 def show(session: Session, loan: LoanArgument) -> None:
     """Show one loan, step by step."""
-    session.out.item(session.client.loan(loan), loan_lines, name="id")
+    session.out.item(session.client.loan(loan), lambda row: loan_lines(row, engine_names(session)), name="id")
 
 
 @client_command
@@ -75,7 +76,7 @@ def give_up(session: Session, loan: LoanArgument) -> None:
         session.out.item(found, lambda _: [], name="id")
 
 
-def loan_lines(row: Row) -> list[str]:
+def loan_lines(row: Row, names: Mapping[str, str]) -> list[str]:
     lines = described(
         [
             ("loan", text_of(row["id"])),
@@ -83,7 +84,7 @@ def loan_lines(row: Row) -> list[str]:
             ("why", text_of(part_of(row, "reason").get("sentence"))),
             ("node", text_of(row["node_id"])),
             ("devices", text_of(row["device_ids"])),
-            ("engines", text_of(row["engine_ids"])),
+            ("engines", text_of([names.get(each, each) for each in row["engine_ids"]])),
             ("attempts", text_of(row.get("attempt_ids"))),
             ("need", f"{format_size(row['need_bytes'])} on each device"),
             ("opened", f"{age(row['opened_at'])} ago"),
@@ -93,7 +94,7 @@ def loan_lines(row: Row) -> list[str]:
             ("at most", format_duration(row["restore_by_seconds"]) if row.get("restore_by_seconds") else "-"),
         ]
     )
-    return lines + loan_plan_lines(row) + step_lines(parts_of(row, "steps"))
+    return lines + loan_plan_lines(row, names) + step_lines(parts_of(row, "steps"))
 
 
 def _sleep(row: Row) -> str:

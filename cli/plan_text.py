@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from .output import Row, part_of, parts_of, text_of
 from .quantities import format_duration, format_size
 
 
-def way_text(way: Row) -> str:
-    """`kv_cache (park 0.4s, wake 0.6s)`; `model_weights, kv_cache (never measured)`."""
+def way_text(way: Row, names: Mapping[str, str]) -> str:
+    """`kv_cache (park 0.4s, wake 0.6s)`; `model_weights, kv_cache (never measured)`. ``names``: of engines, by id."""
     tags = ", ".join(text_of(tag) for tag in way["tags"])
     with_engines = part_of(way, "with_engines")
-    beside = "; ".join(f"{text_of(each)}: {', '.join(of)}" for each, of in with_engines.items())
+    beside = "; ".join(f"{names.get(each, each)}: {', '.join(of)}" for each, of in with_engines.items())
     return f"{tags} ({seconds_text(way)})" + (f", with {beside}" if beside else "")
 
 
@@ -32,12 +34,14 @@ def device_lines(way: Row) -> list[str]:
     ]
 
 
-def loan_plan_lines(row: Row) -> list[str]:
+def loan_plan_lines(row: Row, names: Mapping[str, str]) -> list[str]:
     """Of each engine of a loan: what was predicted beside what happened."""
     lines: list[str] = []
     for plan in parts_of(row, "plans"):
         whole = " (its whole policy)" if plan["whole"] else ""
-        lines.append(f"plan of {text_of(plan['engine_id'])}: {', '.join(plan['tags']) or '-'}{whole}")
+        lines.append(
+            f"plan of {names.get(plan['engine_id'], plan['engine_id'])}: {', '.join(plan['tags']) or '-'}{whole}"
+        )
         lines.append(f"  predicted  {_figures(part_of(plan, 'predicted'))}")
         lines.append(f"  happened   {_figures(part_of(plan, 'happened'))}")
     return lines

@@ -65,7 +65,7 @@ async def test_the_plan_for_a_need(http: httpx.AsyncClient) -> None:
     assert small["plan"]["freed_bytes"] == {DEVICE: GIB // 2}
     assert small["plan"]["room_bytes"] == {DEVICE: 3 * GIB // 2}
     assert [other["tags"] for other in small["alternatives"]] == [["kv_cache", "model_weights"]]
-    assert plan_lines(small) == [
+    assert plan_lines(small, {}) == [
         "engine: alpha",
         "need:   1.5GiB on 1 device",
         "plan:   kv_cache (park 500ms, wake 250ms)",
@@ -77,19 +77,23 @@ async def test_the_plan_for_a_need(http: httpx.AsyncClient) -> None:
     assert large["plan"]["whole"]
     none = (await http.get("/engines/alpha/plan", params={"hbm_bytes": 2 * GIB + 1, "gpus": 1})).json()
     assert none["plan"] is None
-    assert plan_lines(none)[2].startswith("plan:   none: with all parked as their policies say device")
+    assert plan_lines(none, {})[2].startswith("plan:   none: with all parked as their policies say device")
     for params in ({}, {"hbm_bytes": 0}, {"hbm_bytes": 1, "gpus": 0}, {"hbm_bytes": "20GiB"}):
         assert (await http.get("/engines/alpha/plan", params=params)).status_code == 422, params
     assert (await http.get("/engines/nope/plan", params={"hbm_bytes": 1})).status_code == 404
 
 
-async def test_the_command(http: httpx.AsyncClient, live_url: str, token: str, tmp_path: Path) -> None:
-    await made(http)
-    token_file = tmp_path / "token"
+def cli_environ(root: Path, url: str, token: str) -> dict[str, str]:
+    token_file = root / "token"
     token_file.write_text(token)
     token_file.chmod(0o600)
-    environ = {"PATH": os.environ["PATH"], "LULL_CONFIG": str(tmp_path / "none.toml"), "LULL_SERVER": live_url}
-    environ["LULL_TOKEN_FILE"] = str(token_file)
+    environ = {"PATH": os.environ["PATH"], "LULL_CONFIG": str(root / "none.toml"), "LULL_SERVER": url}
+    return {**environ, "LULL_TOKEN_FILE": str(token_file)}
+
+
+async def test_the_command(http: httpx.AsyncClient, live_url: str, token: str, tmp_path: Path) -> None:
+    await made(http)
+    environ = cli_environ(tmp_path, live_url, token)
 
     async def run(*words: str) -> subprocess.CompletedProcess[str]:
         return await asyncio.to_thread(run_here, ("engine", "plan", *words), environ)
@@ -142,8 +146,34 @@ async def test_a_loan_shows_what_was_predicted_beside_what_happened(http: httpx.
     freed = {DEVICE: GIB // 2}
     assert plan["predicted"] == {"freed_bytes": freed, "park_seconds": 0.5, "wake_seconds": 0.25}
     assert plan["happened"] == {"freed_bytes": freed, "park_seconds": 0.75, "wake_seconds": 1.5}
-    assert loan_plan_lines(loan) == [
-        "plan of node-1-alpha: kv_cache",
+    assert loan_plan_lines(loan, {"node-1-alpha": "alpha"}) == [
+        "plan of alpha: kv_cache",
         f"  predicted  512MiB on {DEVICE} freed; park 500ms, wake 250ms",
         f"  happened   512MiB on {DEVICE} freed; park 750ms, wake 1.5s",
     ]
+
+
+async def test_an_engine_that_is_parked_with_it_is_named(
+    http: httpx.AsyncClient, live_url: str, token: str, tmp_path: Path, store: Store
+) -> None:
+    node = WireNode(http)
+    beside = node.engine("beta")
+    node.engines = (learning(node), beside)
+    await node.register()
+    await node.report({"kind": "device_observed", "device_id": DEVICE, "index": 0, "device_kind": "host_discrete",
+                       "capacity_bytes": 3 * GIB, "free_bytes": GIB})  # fmt: skip
+    environ = cli_environ(tmp_path, live_url, token)
+    shown = await asyncio.to_thread(run_here, ("engine", "plan", "alpha", "--hbm", "3GiB"), environ)
+    assert shown.returncode == 0, shown.stderr
+    assert "with beta: " in shown.stdout
+    assert beside.engine.engine_id not in shown.stdout
+    body = {"argv": ["true"], "hbm_bytes": 3 * GIB}
+    assert (await http.post("/jobs", json=body)).status_code == 201
+    await store.lead("test", 60, take_over=True)
+    assert await store.commit(decide(await store.load_snapshot(1.0), 1.0), 1.0) >= 1
+    [loan] = (await http.get("/loans")).json()["items"]
+    lent = await asyncio.to_thread(run_here, ("loan", "show", loan["id"]), environ)
+    assert lent.returncode == 0, lent.stderr
+    [engines] = [line for line in lent.stdout.splitlines() if line.startswith("engines:")]
+    assert sorted(engines.removeprefix("engines:").replace(",", " ").split()) == ["alpha", "beta"]
+    assert "plan of beta: " in lent.stdout
