@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from .engine_keeper import EngineKeeper
-from .gates.base import GateError, GateObservation
+from .gates.base import ClosedTerms, GateError, GateObservation
 from .gates.gateway import GatewayGate
 from .loan import Loan
 from .protocol.loans import LoanState, LoanStep
@@ -23,8 +23,7 @@ def keep_closed(loan: Loan) -> None:
             last[row.engine_id] = row.step
     for engine in loan.engines:
         if last.get(engine.engine_id) in _CLOSED_BY or loan.state is LoanState.FAULTED:
-            policy = loan.policy_of(engine)
-            engine.gate.want_closed(policy.gate, policy.hold_requests_max, policy.hold_seconds_max)
+            engine.gate.want_closed(ClosedTerms.of(loan.policy_of(engine)))
 
 
 class GateWatch:

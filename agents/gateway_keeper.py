@@ -13,7 +13,7 @@ import structlog
 
 from .disk_reserve import is_full, release_above
 from .engine_keeper import EngineKeeper
-from .gates.base import GateError, GateRefused
+from .gates.base import ClosedTerms, GateError, GateRefused
 from .gates.gateway import GatewayGate
 from .gateway.launch import GatewayNotStarted, GatewayPaths, adopt_or_start
 from .node import Node
@@ -83,7 +83,7 @@ class GatewayKeeper:
     async def _forget_routes(self) -> None:
         """Engines that are in the configuration no more get no traffic; a gate of theirs is never opened again."""
         for engine_id in set(await self._gate.observe_all()) - set(self._keepers):
-            await self._gate.close(engine_id, "refuse", 0, 1.0)
+            await self._gate.close(engine_id, ClosedTerms("refuse", 0, 1.0))
             try:
                 await self._gate.remove_route(engine_id)
             except GateRefused as error:  # requests in flight: the next agent start does it

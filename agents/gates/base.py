@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from ..errors import AgentError
+from ..protocol.policy import EnginePolicy
 from ..protocol.wire import GateState
 
 GateMode = Literal["hold", "refuse"]
@@ -63,6 +64,20 @@ class GateObservation:
     first_byte_seconds: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ClosedTerms:
+    """How requests fare while the gate is closed, where that is the gate's affair."""
+
+    gate: GateMode
+    hold_requests_max: int
+    hold_seconds_max: float
+    retry_after_seconds: int | None = None
+
+    @classmethod
+    def of(cls, policy: EnginePolicy) -> ClosedTerms:
+        return cls(policy.gate, policy.hold_requests_max, policy.hold_seconds_max)
+
+
 class Gate(Protocol):
     async def ensure_route(self, engine_id: str, name: str, models: Sequence[str], upstream: str) -> None:
         """Makes the engine known. A new route is closed; an existing one keeps its state."""
@@ -72,14 +87,7 @@ class Gate(Protocol):
         """Forgets the engine; an engine that is not known is no error. GateRefused while requests are in flight."""
         ...
 
-    async def close(
-        self,
-        engine_id: str,
-        mode: GateMode,
-        hold_requests_max: int,
-        hold_seconds_max: float,
-        retry_after_seconds: int | None = None,
-    ) -> int | None:
+    async def close(self, engine_id: str, terms: ClosedTerms) -> int | None:
         """From the return on no request goes to the engine but those in flight, whose number it returns if it can."""
         ...
 

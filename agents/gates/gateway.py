@@ -7,6 +7,7 @@ import contextlib
 import math
 import ssl
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 from urllib.parse import quote
@@ -15,7 +16,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..protocol.wire import GateState, ProcessIdentity
-from .base import GateMode, GateObservation, GateRefused, GateRouteUnknown, GateUnreachable
+from .base import ClosedTerms, GateObservation, GateRefused, GateRouteUnknown, GateUnreachable
 
 CALL_SECONDS_MAX: Final = 10.0
 # The gateway bounds one poll; longer waits are several polls.
@@ -95,21 +96,8 @@ class GatewayGate:
         with contextlib.suppress(GateRouteUnknown):  # gone already, which is what was asked for
             await self._call("DELETE", _path(engine_id))
 
-    async def close(
-        self,
-        engine_id: str,
-        mode: GateMode,
-        hold_requests_max: int,
-        hold_seconds_max: float,
-        retry_after_seconds: int | None = None,
-    ) -> int:
-        terms = {
-            "gate": mode,
-            "hold_requests_max": hold_requests_max,
-            "hold_seconds_max": hold_seconds_max,
-            "retry_after_seconds": retry_after_seconds,
-        }
-        return _in_flight(await self._call("POST", _path(engine_id, "/close"), terms))
+    async def close(self, engine_id: str, terms: ClosedTerms) -> int:
+        return _in_flight(await self._call("POST", _path(engine_id, "/close"), asdict(terms)))
 
     async def wait_drained(self, engine_id: str, seconds: float) -> int:
         loop = asyncio.get_running_loop()

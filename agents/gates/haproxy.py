@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..protocol.wire import GateState
-from .base import GateMode, GateObservation, GateRefused, GateUnreachable
+from .base import ClosedTerms, GateObservation, GateRefused, GateUnreachable
 from .haproxy_socket import RuntimeSocket, ServerCount, ServerState
 from .parts import all_of, together
 from .sections import HaproxySection
@@ -41,14 +41,7 @@ class HaproxyGate:
     async def remove_route(self, engine_id: str) -> None:
         """HAProxy's file is its owner's."""
 
-    async def close(
-        self,
-        engine_id: str,
-        mode: GateMode,
-        hold_requests_max: int,
-        hold_seconds_max: float,
-        retry_after_seconds: int | None = None,
-    ) -> int | None:
+    async def close(self, engine_id: str, terms: ClosedTerms) -> int | None:
         """How requests fare meanwhile is up to HAProxy: other servers, its backup server, or 503 at once."""
         return sum(await all_of(*(server.close() for server in self._servers)))
 

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .base import Gate, GateMode, GateObservation, GateRefused
+from .base import ClosedTerms, Gate, GateObservation, GateRefused
 from .gateway import GatewayGate
 from .haproxy import HaproxyGate
 from .parts import all_of, together
@@ -38,16 +38,9 @@ class BackedHaproxyGate:
     async def remove_route(self, engine_id: str) -> None:
         await self._back.remove_route(engine_id)
 
-    async def close(
-        self,
-        engine_id: str,
-        mode: GateMode,
-        hold_requests_max: int,
-        hold_seconds_max: float,
-        retry_after_seconds: int | None = None,
-    ) -> int | None:
-        in_front = await self._front.close(engine_id, mode, hold_requests_max, hold_seconds_max, retry_after_seconds)
-        behind = await self._back.close(engine_id, mode, hold_requests_max, hold_seconds_max, retry_after_seconds)
+    async def close(self, engine_id: str, terms: ClosedTerms) -> int | None:
+        in_front = await self._front.close(engine_id, terms)
+        behind = await self._back.close(engine_id, terms)
         return (in_front or 0) + behind
 
     async def wait_drained(self, engine_id: str, seconds: float) -> int:

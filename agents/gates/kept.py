@@ -16,11 +16,11 @@ import structlog
 
 from ..protocol.wire import GateState
 from .base import (
+    ClosedTerms,
     CountedBy,
     ForetellsOpening,
     Gate,
     GateError,
-    GateMode,
     GateObservation,
     GateRefused,
     GateUnreachable,
@@ -52,14 +52,6 @@ class GateTraits:
     endpoint: str | None  # where clients reach the engine through it
 
 
-@dataclass(frozen=True, slots=True)
-class _Terms:
-    mode: GateMode
-    hold_requests_max: int
-    hold_seconds_max: float
-    retry_after_seconds: int | None
-
-
 class KeptGate:
     """A Gate over ``gate``, of the engine ``name``."""
 
@@ -68,7 +60,7 @@ class KeptGate:
         self.traits = traits
         self._name = name
         self._say = say
-        self._closed_terms: _Terms | None = None  # None: it is not wanted closed
+        self._closed_terms: ClosedTerms | None = None  # None: it is not wanted closed
         self._acting = asyncio.Lock()
         self._silent = False
         self._reopened = False
@@ -91,17 +83,10 @@ class KeptGate:
     async def remove_route(self, engine_id: str) -> None:
         await self._gate.remove_route(engine_id)
 
-    async def close(
-        self,
-        engine_id: str,
-        mode: GateMode,
-        hold_requests_max: int,
-        hold_seconds_max: float,
-        retry_after_seconds: int | None = None,
-    ) -> int | None:
-        self.want_closed(mode, hold_requests_max, hold_seconds_max, retry_after_seconds)
+    async def close(self, engine_id: str, terms: ClosedTerms) -> int | None:
+        self.want_closed(terms)
         async with self._acting:
-            return await self._gate.close(engine_id, mode, hold_requests_max, hold_seconds_max, retry_after_seconds)
+            return await self._gate.close(engine_id, terms)
 
     async def wait_drained(self, engine_id: str, seconds: float) -> int:
         left = await self._gate.wait_drained(engine_id, seconds)
@@ -145,15 +130,9 @@ class KeptGate:
 
     # ---- what the agent wants of it ---------------------------------------------------------------------------
 
-    def want_closed(
-        self,
-        mode: GateMode,
-        hold_requests_max: int,
-        hold_seconds_max: float,
-        retry_after_seconds: int | None = None,
-    ) -> None:
+    def want_closed(self, terms: ClosedTerms) -> None:
         """From now on it is kept closed, also by an agent that did not close it itself."""
-        self._closed_terms = _Terms(mode, hold_requests_max, hold_seconds_max, retry_after_seconds)
+        self._closed_terms = terms
 
     async def prove_closed(self, engine_id: str) -> None:
         """Raises GateError unless the gate says now that it is closed; one that cannot open by itself is not asked."""
@@ -179,7 +158,7 @@ class KeptGate:
             self._say("info", "gate_well", f"the gate of engine {self._name} answers again", engine_id=engine_id)
         return seen
 
-    async def _close_again(self, engine_id: str, terms: _Terms, seen: GateObservation) -> GateObservation:
+    async def _close_again(self, engine_id: str, terms: ClosedTerms, seen: GateObservation) -> GateObservation:
         if not self._reopened:
             self._reopened = True
             log.error("a gate opened by itself", engine=self._name, state=seen.state)
@@ -191,9 +170,7 @@ class KeptGate:
                 engine_id=engine_id,
                 data={"gate_kind": self.traits.kind},
             )
-        await self._gate.close(
-            engine_id, terms.mode, terms.hold_requests_max, terms.hold_seconds_max, terms.retry_after_seconds
-        )
+        await self._gate.close(engine_id, terms)
         return await self._gate.observe(engine_id)
 
     def _say_stuck(self, engine_id: str, error: GateError) -> None:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from ..protocol.wire import GateState
-from .base import GateMode, GateObservation, GateRefused, GateUnreachable
+from .base import ClosedTerms, GateObservation, GateRefused, GateUnreachable
 from .counting import Counter
 from .kubernetes_api import Conflict, KubernetesApi, Pod
 from .sections import KubernetesSection
@@ -52,14 +52,7 @@ class KubernetesGate:
     async def remove_route(self, engine_id: str) -> None:
         """The pod is its owner's."""
 
-    async def close(
-        self,
-        engine_id: str,
-        mode: GateMode,
-        hold_requests_max: int,
-        hold_seconds_max: float,
-        retry_after_seconds: int | None = None,
-    ) -> int | None:
+    async def close(self, engine_id: str, terms: ClosedTerms) -> int | None:
         """How requests fare meanwhile is up to the service: another pod answers, or none."""
         pod, changed = await self._set(is_open=False)
         listed = await self._until_listed(pod, wanted=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..protocol.wire import GateState
-from .base import GateMode, GateObservation, GateRefused
+from .base import ClosedTerms, GateObservation, GateRefused
 from .counting import Counter
 
 
@@ -26,14 +26,7 @@ class NoGate:
     async def remove_route(self, engine_id: str) -> None:
         """There is no route."""
 
-    async def close(
-        self,
-        engine_id: str,
-        mode: GateMode,
-        hold_requests_max: int,
-        hold_seconds_max: float,
-        retry_after_seconds: int | None = None,
-    ) -> int | None:
+    async def close(self, engine_id: str, terms: ClosedTerms) -> int | None:
         self._state = GateState.CLOSED
         self._counter.closed()
         return await self._counter.in_flight()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 from ..protocol.wire import GateState
-from .base import CountedBy, GateMode, GateObservation, GateRefused, GateUnreachable
+from .base import ClosedTerms, CountedBy, GateObservation, GateRefused, GateUnreachable
 from .counting import Counter
 from .sections import WebhookSection
 from .webhook_call import Resolve, WebhookCaller, resolve
@@ -40,21 +41,8 @@ class WebhookGate:
     async def remove_route(self, engine_id: str) -> None:
         await self._ask("remove", engine_id)
 
-    async def close(
-        self,
-        engine_id: str,
-        mode: GateMode,
-        hold_requests_max: int,
-        hold_seconds_max: float,
-        retry_after_seconds: int | None = None,
-    ) -> int | None:
-        terms = {
-            "gate": mode,
-            "hold_requests_max": hold_requests_max,
-            "hold_seconds_max": hold_seconds_max,
-            "retry_after_seconds": retry_after_seconds,
-        }
-        seen = await self._must_be(GateState.CLOSED, await self._ask("close", engine_id, {"terms": terms}))
+    async def close(self, engine_id: str, terms: ClosedTerms) -> int | None:
+        seen = await self._must_be(GateState.CLOSED, await self._ask("close", engine_id, {"terms": asdict(terms)}))
         if self._counter is not None:
             self._counter.closed()
         return seen.in_flight

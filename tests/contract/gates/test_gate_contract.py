@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lull.agents.gates.base import Gate, GateError, GateRefused, GateUnreachable
+from lull.agents.gates.base import ClosedTerms, Gate, GateError, GateRefused, GateUnreachable
 from lull.agents.gates.kept import GateTraits, KeptGate
 from lull.agents.protocol.wire import GateState
 from tests.gates.rigs import CALL_SECONDS, ENGINE_ID, MODELS, RIGS, GateRig, gate_rig
@@ -35,7 +35,7 @@ WRONG = those(lambda rig: rig.wrong is not GateRig.wrong)
 
 
 async def close(gate: Gate, mode: Any = "refuse") -> int | None:
-    return await gate.close(ENGINE_ID, mode, 100, 60.0)
+    return await gate.close(ENGINE_ID, ClosedTerms(mode, 100, 60.0))
 
 
 async def state(gate: Gate) -> GateState:
@@ -193,7 +193,7 @@ async def test_an_agent_that_starts_in_a_loan_keeps_closed_what_the_last_one_clo
     async with gate_rig(RIGS[name]) as rig:
         await close(await rig.routed())
         gate = kept(rig.gate(), Alerts())
-        gate.want_closed("refuse", 100, 60.0)
+        gate.want_closed(ClosedTerms("refuse", 100, 60.0))
         await rig.open_by_itself()
         seen = await gate.guard(ENGINE_ID)
         assert seen is not None

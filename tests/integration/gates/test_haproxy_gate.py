@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lull.agents.gates.base import GateRefused, GateUnreachable
+from lull.agents.gates.base import ClosedTerms, GateRefused, GateUnreachable
 from lull.agents.gates.haproxy import HaproxyGate
 from lull.agents.gates.haproxy_socket import server_counts, server_states
 from lull.agents.gates.sections import HaproxySection
@@ -45,7 +45,7 @@ def gate_of(*haproxies: Haproxy, **more: Any) -> HaproxyGate:
 
 
 async def close(gate: HaproxyGate) -> None:
-    await gate.close(ENGINE_ID, "refuse", 0, 60.0)
+    await gate.close(ENGINE_ID, ClosedTerms("refuse", 0, 60.0))
 
 
 @asynccontextmanager
@@ -88,14 +88,14 @@ async def test_one_of_two_that_cannot_be_closed_leaves_the_other_closed_and_the_
         await gate.open(ENGINE_ID)
         rig.haproxies[1].freeze()
         with pytest.raises(GateUnreachable):
-            await gate.close(ENGINE_ID, "refuse", 0, 60.0)
+            await gate.close(ENGINE_ID, ClosedTerms("refuse", 0, 60.0))
         first = server_states(rig.haproxies[0].ask("show servers state llm"))[0]
         assert first.is_closed
         with pytest.raises(GateUnreachable):
             await gate.observe(ENGINE_ID)
         rig.haproxies[1].thaw()
         assert (await gate.observe(ENGINE_ID)).state is GateState.UNKNOWN
-        await gate.close(ENGINE_ID, "refuse", 0, 60.0)
+        await gate.close(ENGINE_ID, ClosedTerms("refuse", 0, 60.0))
         assert (await gate.observe(ENGINE_ID)).state is GateState.CLOSED
 
 
@@ -112,7 +112,7 @@ async def test_what_waits_in_haproxy_s_own_queue_waits_on_there_and_is_answered(
             return int(row.split(",")[2])
 
         await wait_until_async(lambda: rig.engine.running == 1 and queue() == 2, 10, "one runs and two wait")
-        await gate.close(ENGINE_ID, "hold", 100, 60.0)
+        await gate.close(ENGINE_ID, ClosedTerms("hold", 100, 60.0))
 
         rig.engine.go.set()
         assert await gate.wait_drained(ENGINE_ID, 10) == 0

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from lull.agents.errors import ConfigError
 from lull.agents.gates import kubernetes_api
-from lull.agents.gates.base import GateError, GateRefused, GateUnreachable
+from lull.agents.gates.base import ClosedTerms, GateError, GateRefused, GateUnreachable
 from lull.agents.gates.kubernetes_api import KubernetesApi
 from lull.agents.gates.sections import KubernetesSection
 from lull.agents.protocol.wire import GateState
@@ -30,7 +30,7 @@ async def rig() -> AsyncIterator[KubernetesRig]:
 
 
 async def close(gate: Any) -> int | None:
-    return await gate.close(ENGINE_ID, "refuse", 0, 60.0)
+    return await gate.close(ENGINE_ID, ClosedTerms("refuse", 0, 60.0))
 
 
 async def test_each_patch_is_one_condition_or_one_label_on_the_version_that_was_read(rig: KubernetesRig) -> None:

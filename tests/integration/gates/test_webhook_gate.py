@@ -13,7 +13,7 @@ import pytest
 import trustme
 
 from lull.agents.gates.addresses import refusal
-from lull.agents.gates.base import Gate, GateRefused, GateUnreachable
+from lull.agents.gates.base import ClosedTerms, Gate, GateRefused, GateUnreachable
 from lull.agents.gates.counting import Counter
 from lull.agents.gates.webhook import WebhookGate
 from lull.agents.gates.webhook_call import signature
@@ -29,7 +29,7 @@ async def rig() -> AsyncIterator[WebhookRig]:
 
 
 async def close(gate: Gate) -> int | None:
-    return await gate.close(ENGINE_ID, "hold", 7, 60.0)
+    return await gate.close(ENGINE_ID, ClosedTerms("hold", 7, 60.0))
 
 
 def names(*addresses: str) -> Callable[[str, int], Any]:

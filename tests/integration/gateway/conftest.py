@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from lull.agents.gates.base import ClosedTerms
 from lull.agents.gates.gateway import GatewayGate
 from lull.agents.gateway.process import Gateway
 from lull.agents.gateway.settings import GatewaySettings, Limits
@@ -58,7 +59,7 @@ class World:
     async def close(
         self, mode: Any = "hold", requests_max: int = 1000, seconds_max: float = 60.0, retry: int | None = None
     ) -> int:
-        return await self.gate.close("e1", mode, requests_max, seconds_max, retry)
+        return await self.gate.close("e1", ClosedTerms(mode, requests_max, seconds_max, retry))
 
     async def held(self, count: int) -> None:
         await self.seen("held", count)

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lull.agents.gates.base import GateRefused
+from lull.agents.gates.base import ClosedTerms, GateRefused
 from tests.recording_engine import CHUNK, RecordingEngine
 
 
@@ -64,7 +64,7 @@ async def test_the_first_of_several_engines_counts(start: Any) -> None:
     try:
         await world.gate.ensure_route("e2", "two", ["m"], other.url)
         await world.close(seconds_max=60.0)
-        await world.gate.close("e2", "hold", 10, 60.0)
+        await world.gate.close("e2", ClosedTerms("hold", 10, 60.0))
         await world.gate.expect_open("e1", 7200.0)
         unknown = world.ask()  # nothing is known of the other one
         await world.held(1)

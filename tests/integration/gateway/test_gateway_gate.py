@@ -3,12 +3,12 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
 
-from lull.agents.gates.base import GateRefused, GateRouteUnknown, GateUnreachable
+from lull.agents.gates.base import ClosedTerms, GateRefused, GateRouteUnknown, GateUnreachable
 from lull.agents.gates.gateway import GatewayGate
 from lull.agents.protocol.wire import GateState
 from tests.recording_engine import CHUNK
@@ -242,7 +242,7 @@ async def test_abort_of_an_engine_that_does_not_let_go_ends_within_its_bound(sta
 
         await wait_until_async(both, 5, "both are in flight")
         leaver.cancel()
-        assert await world.gate.close("e2", "hold", 10, 60) == 2
+        assert await world.gate.close("e2", ClosedTerms("hold", 10, 60)) == 2
         await world.gate.abort("e2")
         assert (await asking)[0] == 503
         assert (await world.gate.observe("e2")).in_flight >= 1
@@ -289,9 +289,9 @@ async def test_bad_routes_and_terms_name_the_field(world: Any) -> None:
     with pytest.raises(GateRefused, match="models: "):
         await world.gate.ensure_route("e2", "two", [], world.engine.url)
     with pytest.raises(GateRefused, match="hold_seconds_max: "):
-        await world.gate.close("e1", "hold", 1, -1.0)
+        await world.gate.close("e1", ClosedTerms("hold", 1, -1.0))
     with pytest.raises(GateRefused, match="gate: "):
-        await world.gate.close("e1", "ask", 1, 1.0)
+        await world.gate.close("e1", ClosedTerms(cast("Any", "ask"), 1, 1.0))
     assert (await world.gate.observe("e1")).state is GateState.OPEN
 
 
@@ -365,7 +365,12 @@ async def test_agent_away_keeps_state(world: Any) -> None:
 
 async def test_nobody_there_is_unreachable(sockets: Any) -> None:
     gate = GatewayGate(sockets / "nothing.sock")
-    for call in (gate.observe("e"), gate.open("e"), gate.close("e", "hold", 1, 1.0), gate.wait_drained("e", 1)):
+    for call in (
+        gate.observe("e"),
+        gate.open("e"),
+        gate.close("e", ClosedTerms("hold", 1, 1.0)),
+        gate.wait_drained("e", 1),
+    ):
         with pytest.raises(GateUnreachable, match=r"nothing\.sock"):
             await call
 
@@ -391,7 +396,7 @@ async def test_who_waits_for_a_request_hears_of_it_at_once(start: Any) -> None:
     assert (await asking)[0] == 200
     seen = await world.gate.observe("e1")
     assert 0 < seen.first_byte_seconds < 10
-    assert (await world.gate.close("e1", "refuse", 0, 1.0)) == 0
+    assert (await world.gate.close("e1", ClosedTerms("refuse", 0, 1.0))) == 0
     seen = await world.gate.observe("e1")
     assert seen.first_byte_seconds is None
     waiting = asyncio.create_task(world.gate.wait_wanted("e1", 30.0, seen.requests_total))

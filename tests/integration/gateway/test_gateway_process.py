@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lull.agents.gates.base import GateUnreachable
+from lull.agents.gates.base import ClosedTerms, GateUnreachable
 from lull.agents.gates.gateway import GatewayGate, GatewayInfo
 from lull.agents.gateway.launch import GatewayNotStarted, GatewayPaths, adopt_or_start
 from lull.agents.gateway.process import CannotStart, ControlSocket
@@ -224,7 +224,7 @@ async def test_killed_gateway_comes_back_closed_and_knows_its_models(
 ) -> None:
     first, _ = await gateways.adopt()
     await gateways.gate.ensure_route("e1", "one", ["m"], engine.url)
-    await gateways.gate.close("e1", "hold", 5, 30.0)
+    await gateways.gate.close("e1", ClosedTerms("hold", 5, 30.0))
     await gateways.gate.open("e1")
     assert (await _ask(client, first))[0] == 200
     send_signal(first.process, signal.SIGKILL)
@@ -284,7 +284,7 @@ asyncio.run(main())
 
     adopted, started = await gateways.adopt()
     assert (adopted, started) == (info, False)
-    await gateways.gate.close("e1", "hold", 10, 60.0)
+    await gateways.gate.close("e1", ClosedTerms("hold", 10, 60.0))
     asking = asyncio.create_task(_ask(client, info))
     await _seen(gateways.gate, "held", 1)
     await gateways.gate.open("e1")

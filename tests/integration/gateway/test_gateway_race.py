@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lull.agents.gates.base import GateUnreachable
+from lull.agents.gates.base import ClosedTerms, GateUnreachable
 from lull.agents.gates.gateway import GatewayGate
 from tests.recording_engine import RecordingEngine
 from tests.waiting import wait_until_async
@@ -127,7 +127,7 @@ async def test_nothing_arrives_between_drained_and_open(
             for _ in range(rounds):
                 await engine.one_more_arrival()
                 load.opened.clear()
-                if await gate.close("e1", mode, 1000, 60.0):
+                if await gate.close("e1", ClosedTerms(mode, 1000, 60.0)):
                     assert await gate.wait_drained("e1", 20) == 0
                 engine.parked = True
                 # Time for anything that is still on its way: two round trips through the gateway.
@@ -137,7 +137,7 @@ async def test_nothing_arrives_between_drained_and_open(
                 await gate.open("e1")
                 load.opened.set()
             await load.end()
-            await gate.close("e1", "refuse", 0, 1.0)
+            await gate.close("e1", ClosedTerms("refuse", 0, 1.0))
             assert await gate.wait_drained("e1", 20) == 0
             seen = await gate.observe("e1")
     finally:

@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from lull.agents.gates.base import ClosedTerms
 from tests.recording_engine import CHUNK, RecordingEngine
 from tests.waiting import wait_until_async
 
@@ -290,7 +291,7 @@ async def test_abandoned_request_is_in_flight_until_the_engine_lets_go(start: An
             return bool((await world.gate.observe("e2")).disconnected_total)
 
         await wait_until_async(disconnected, 5, "the gateway sees its client go")
-        assert await world.gate.close("e2", "hold", 10, 60) == 1
+        assert await world.gate.close("e2", ClosedTerms("hold", 10, 60)) == 1
         assert await world.gate.wait_drained("e2", 0.1) == 1
         let_go.set()
         assert await world.gate.wait_drained("e2", 5) == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lull.agents.gates.base import ClosedTerms
 from lull.agents.protocol.wire import GateState
 from tests.recording_engine import RecordingEngine
 from tests.waiting import wait_until_async
@@ -27,7 +28,9 @@ class Pair:
         return self.world.engine, self.other
 
     async def close(self, engine_id: str, mode: Any = "hold", requests_max: int = 100, **more: Any) -> int:
-        count: int = await self.world.gate.close(engine_id, mode, requests_max, more.pop("seconds_max", 60.0), **more)
+        count: int = await self.world.gate.close(
+            engine_id, ClosedTerms(mode, requests_max, more.pop("seconds_max", 60.0), **more)
+        )
         return count
 
     async def seen(self, engine_id: str, name: str, count: int) -> None:
