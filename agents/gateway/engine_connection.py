@@ -1,8 +1,9 @@
 """One TCP connection to an engine, and the pool of those that are idle. Requests go one after the other.
 
-What the engine sends is read by llhttp before any of it is passed on, so broken framing breaks the answer and never
-becomes another one's. A connection is used again only if its answer ended where its framing said, nothing followed, and
-nothing is there to be read when it is taken: its end, or bytes that nobody asked for.
+What the engine sends is judged before any of it is passed on, so broken framing breaks the answer and never becomes
+another one's: each head by both judges of heads; then its length is counted here, and chunks are read by the llhttp
+that took this head and nothing before it. A connection is used again only if its answer ended where its framing said,
+nothing followed, and nothing is there to be read when it is taken: its end, or bytes that nobody asked for.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Final, Protocol, cast
 
 import httptools
 
-from .heads import ANSWER_HEAD_BYTES_MAX, END, AnswerHead, BadHead, Memo, at_ends, memo_of
+from .heads import ANSWER_HEAD_BYTES_MAX, END, AnswerHead, BadHead, Bodies, Ends, Memo, at_ends, memo_of
 from .settings import Limits
 
 # Servers drop idle connections: uvicorn after 5 s. Ours are left alone long before that.
@@ -35,15 +36,6 @@ class Asker(Protocol):
         ...
 
 
-class _Bodies:
-    """What httptools calls for a connection whose bodies are wanted without their framing."""
-
-    def __init__(self, connection: EngineConnection) -> None:
-        self.on_message_begin = connection.note_next_message
-        self.on_message_complete = connection.on_message_complete
-        self.on_body = connection.take_body
-
-
 class EngineConnection(asyncio.Protocol):
     _paused = False
     _shut = False
@@ -54,11 +46,11 @@ class EngineConnection(asyncio.Protocol):
         self._transport: Any = None
         self._poll = select.poll().poll
         self._asker: Asker | None = None
-        self._parser: Any = None
+        self._parser: Any = None  # of a chunked answer
+        self._ends = Ends()
         self._unframe: bool = False
         self._buffer = b""
         self._tail = b""
-        self._bodies: list[bytes] = []
         self._head: AnswerHead | None = None
         self._remaining: int | None = None  # of a body with a length
         self._complete = self._keep = self._excess = False
@@ -87,9 +79,7 @@ class EngineConnection(asyncio.Protocol):
             else:
                 piece = self._take(data)
                 self._asker_of_piece().on_piece(piece, self._complete)
-        except httptools.HttpParserUpgrade:
-            self._break("it switched protocols, which nobody asked for")
-        except (BadHead, httptools.HttpParserError) as error:
+        except (BadHead, httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._break(str(error) or type(error).__name__)
 
     def eof_received(self) -> None:
@@ -104,20 +94,6 @@ class EngineConnection(asyncio.Protocol):
         if asker is not None:
             asker.on_lost(str(exc) if exc is not None else "the engine closed the connection")
 
-    # ---- what httptools calls -----------------------------------------------------------------------------------
-
-    def on_message_complete(self) -> None:
-        if not self._complete:
-            self._complete, self._keep = True, self._parser.should_keep_alive()
-
-    def note_next_message(self) -> None:
-        if self._complete:
-            self._excess = True
-
-    def take_body(self, body: bytes) -> None:
-        if not self._complete:
-            self._bodies.append(body)
-
     # ---- what pool and exchange call ----------------------------------------------------------------------------
 
     def is_stale(self) -> bool:
@@ -127,10 +103,8 @@ class EngineConnection(asyncio.Protocol):
     def send(self, asker: Asker, data: bytes, *, unframe: bool) -> None:
         """``unframe``: pieces of the answer are then its body alone, else they are framed as the head says."""
         self._asker = asker
-        if self._parser is None or unframe is not self._unframe:
-            self._unframe = unframe
-            self._parser = httptools.HttpResponseParser(_Bodies(self) if unframe else self)
-        self._head = None
+        self._unframe = unframe
+        self._head = self._parser = None
         self._buffer = self._tail = b""
         self._complete = self._keep = self._excess = False
         self._transport.write(data)
@@ -168,20 +142,30 @@ class EngineConnection(asyncio.Protocol):
         while (end := data.find(END)) >= 0 and end <= ANSWER_HEAD_BYTES_MAX:
             end += len(END)
             raw, rest = (data, b"") if end == len(data) else (data[:end], data[end:])
-            self._parser.feed_data(raw)
-            status: int = self._parser.get_status_code()
-            if status >= 200:
-                self._head = head = AnswerHead(raw, status)
-                self._remaining = 0 if self._complete else head.content_length
-                piece = self._take(rest) if rest else b""
-                if self._complete and self._keep and head.verbatim and head.content_length is not None:
-                    self._memo = memo_of(raw, head)
-                self._asker_of_piece().on_head(head, raw, piece, self._complete)
+            ends = Bodies() if self._unframe else Ends()
+            parser = httptools.HttpResponseParser(ends)
+            head = AnswerHead(raw, parser, ends)
+            if head.status >= 200:
+                self._begin(head, raw, rest, parser, ends)
                 return
-            data, self._complete = rest, False
+            if head.status == 101:
+                raise BadHead("it switches protocols, which nobody asked for")
+            data = rest
         if len(data) > ANSWER_HEAD_BYTES_MAX:
             raise BadHead(f"the head is longer than {ANSWER_HEAD_BYTES_MAX} bytes")
         self._buffer = data
+
+    def _begin(self, head: AnswerHead, raw: bytes, rest: bytes, parser: Any, ends: Ends) -> None:
+        self._head, self._buffer = head, b""
+        self._keep = head.keep_alive and head.framed
+        if head.chunked:
+            self._parser, self._ends = parser, ends
+        self._complete = not head.has_body
+        self._remaining = head.content_length
+        piece = self._take(rest) if rest else b""
+        if self._complete and self._keep and head.verbatim and head.content_length is not None:
+            self._memo = memo_of(raw, head)
+        self._asker_of_piece().on_head(head, raw, piece, self._complete)
 
     def _read_known(self, head: AnswerHead, data: bytes, found: tuple[int, int]) -> None:
         """A whole answer with a head like one before, and nothing behind it."""
@@ -197,44 +181,45 @@ class EngineConnection(asyncio.Protocol):
         if self._complete:
             self._excess = True
             return b""
-        if self._unframe:
-            return self._take_bodies(data)
         if head.chunked:
-            return self._take_chunks(data)
+            passed = self._take_chunks(data)
+            if isinstance(self._ends, Bodies):
+                pieces, self._ends.pieces = self._ends.pieces, []
+                return b"".join(pieces)
+            return passed
         remaining = self._remaining
         if remaining is None:
             return data
         if len(data) > remaining:
             self._excess, data = True, data[:remaining]
-        self._remaining = remaining - len(data)
-        self._parser.feed_data(data)
+        self._remaining = remaining = remaining - len(data)
+        self._complete = not remaining
         return data
 
     def _take_chunks(self, data: bytes) -> bytes:
         end = data.find(END)
         if data[0] not in _LINE_ENDS and (end < 0 or end + len(END) == len(data)):
             self._parser.feed_data(data)  # the message can end nowhere but at the end of this
+            self._end_chunks(end >= 0)
             self._tail = data[-3:]
             return data
         passed = 0
         for piece in at_ends(self._tail, data):
             self._parser.feed_data(piece)
             passed += len(piece)
+            self._end_chunks((self._tail + data[:passed]).endswith(END))
             if self._complete:
                 self._excess = passed < len(data)
                 return data[:passed]
         self._tail = (self._tail + data)[-3:]
         return data
 
-    def _take_bodies(self, data: bytes) -> bytes:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            if not self._complete:
-                raise
-            self._excess = True  # what follows the answer is no answer
-        bodies, self._bodies = self._bodies, []
-        return b"".join(bodies)
+    def _end_chunks(self, may_end: bool) -> None:
+        """Raises BadHead if llhttp found an end where none can be: what is behind it would pass as part of it."""
+        if self._ends.message:
+            if not may_end:
+                raise BadHead("its chunks end without an empty line")
+            self._complete = True
 
     def _asker_of_piece(self) -> Asker:
         """Who gets the piece; after the last one the connection is free for others, or closed."""

@@ -1,10 +1,12 @@
-"""Heads of HTTP/1 messages: taken by llhttp in its strict mode, then sorted into what passes and what frames. No I/O.
+"""Heads of HTTP/1 messages: two judges have to take each, then it is sorted into what passes and what frames. No I/O.
 
-llhttp refuses what request smuggling is made of: two lengths, a length beside an encoding, folded lines, bare CR or LF,
-control characters, odd names and numbers. Refused here besides: any transfer coding but `chunked`, versions other than
-1.0 and 1.1, heads that are too long. An `Upgrade` is not taken up, as RFC 9110 allows: the request is served as it is.
+One judge is a grammar of our own, over all bytes of the head; it allows less than RFC 9112: no folded lines, bare CR or
+LF, control characters or odd names, and one framing header at most. The other is llhttp in its strict mode. Each
+head meets an llhttp that has read nothing before, so what one message did to it cannot decide about the next, and both
+have to say whether a body follows. Refused besides: any transfer coding but `chunked`, versions other than 1.0 and 1.1,
+heads that are too long. An `Upgrade` is not taken up, as RFC 9110 allows: the request is served as it is.
 
-A head that llhttp took has one header on each line, so lines pass as they came.
+A head that was taken has one header on each line, so lines pass as they came, and nothing else of it does.
 """
 
 from __future__ import annotations
@@ -19,6 +21,14 @@ REQUEST_HEAD_BYTES_MAX: Final = 32 * 1024
 ANSWER_HEAD_BYTES_MAX: Final = 64 * 1024
 HEADERS_MAX: Final = 128
 END: Final = b"\r\n\r\n"
+
+_TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
+FIELD: Final = _TOKEN + rb":[\t\x20-\x7e\x80-\xff]*+"
+_FIELDS: Final = rb"(?:" + FIELD + rb"\r\n)*+"
+_LINES: Final = re.compile(_FIELDS)
+_FRAMING: Final = re.compile(rb"(?:^|\n)(?:content[-_]length|transfer[-_]encoding)[^\n]*:", re.IGNORECASE)
+_REQUEST: Final = re.compile(_TOKEN + rb" [\x21-\x7e]++ HTTP/1\.[01]\r\n" + _FIELDS + rb"\r\n")
+_ANSWER: Final = re.compile(rb"HTTP/1\.[01] [1-9][0-9][0-9](?: [\t\x20-\x7e\x80-\xff]*+)?\r\n" + _FIELDS + rb"\r\n")
 
 # RFC 9110 section 7.6.1, with what the two sides of a proxy negotiate each for itself.
 _HOP_BY_HOP: Final = frozenset(
@@ -37,7 +47,6 @@ _HOP_BY_HOP: Final = frozenset(
         b"http2-settings",
     }
 )
-_UPGRADE: Final = re.compile(rb"\r\nupgrade[ \t]*:[^\r\n]*", re.IGNORECASE)
 # What to do with a header.
 _PASS, _DROP, _LOOK = range(3)
 # Clients and engines say the same lines again and again: short ones without secrets are known by the whole line.
@@ -50,6 +59,7 @@ _answer_lines: dict[bytes, int] = {}
 
 _LENGTH: Final = b"\r\ncontent-length: "
 _LENGTH_DIGITS_MAX: Final = 15
+_BODILESS: Final = (204, 304)
 
 H = TypeVar("H")
 
@@ -74,7 +84,8 @@ def _kind_in_request(line: bytes) -> int:
     name = _name_of(line)
     if name in (b"connection", b"transfer-encoding", b"content-length", b"expect", b"content-encoding"):
         return _LOOK
-    kind = _DROP if name in _HOP_BY_HOP or name.replace(b"_", b"-").startswith(b"x-lull-") else _PASS
+    plain = name.replace(b"_", b"-")
+    kind = _DROP if plain in _HOP_BY_HOP or plain == b"content-length" or plain.startswith(b"x-lull-") else _PASS
     _remember(_request_lines, line, kind)
     return kind
 
@@ -96,11 +107,66 @@ def _without(lines: list[bytes], names: set[bytes]) -> list[bytes]:
     return [line for line in lines if _name_of(line) not in names]
 
 
+class Ends:
+    """What llhttp says of one message."""
+
+    head = message = False
+
+    def on_headers_complete(self) -> None:
+        self.head = True
+
+    def on_message_complete(self) -> None:
+        self.message = True
+
+
+class Bodies(Ends):
+    """And what its chunks hold."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def on_body(self, body: bytes) -> None:
+        self.pieces.append(body)
+
+
+def _judge(data: bytes, grammar: re.Pattern[bytes], parser: Any, ends: Ends) -> bool:
+    """Whether llhttp, which has read nothing before, would switch protocols here. Raises BadHead."""
+    if grammar.fullmatch(data) is None:
+        raise BadHead(_what_is_odd(data))
+    upgrades = False
+    try:
+        parser.feed_data(data)
+    except httptools.HttpParserUpgrade as upgrade:
+        upgrades = upgrade.args == (len(data),)
+    except httptools.HttpParserError as error:
+        raise BadHead(str(error) or type(error).__name__) from None
+    if not ends.head:
+        raise BadHead("its head does not end where it should")
+    return upgrades
+
+
+def _what_is_odd(data: bytes) -> str:
+    start, _, rest = data.partition(b"\r\n")
+    taken = _LINES.match(rest)
+    stop = 0 if taken is None else taken.end()
+    if rest[stop:] == b"\r\n":
+        return f"{start[:100]!r} is no first line of HTTP/1.1 or HTTP/1.0"
+    return f"{rest[stop : stop + 100].partition(END[:2])[0]!r} is no header: name, colon, value, in one line"
+
+
+def _length_in(value: bytes) -> int:
+    """Raises BadHead."""
+    if not value.isdigit() or len(value) > _LENGTH_DIGITS_MAX:
+        raise BadHead(f"Content-Length: {value[:100]!r} is not a number of at most {_LENGTH_DIGITS_MAX} digits")
+    return int(value)
+
+
 class RequestHead:
     """What the gateway needs to know of a request, and the header lines that pass: no hop-by-hop headers, no length,
     nothing that is ours to say."""
 
     __slots__ = (
+        "_lengths",
         "chunked",
         "connection",
         "content_encoding",
@@ -115,16 +181,20 @@ class RequestHead:
     )
 
     def __init__(self, data: bytes) -> None:
-        """``data``: a whole head that llhttp took. Raises BadHead."""
+        """``data``: from the first byte of a request to the empty line. Raises BadHead."""
+        if len(data) > REQUEST_HEAD_BYTES_MAX:
+            raise BadHead(f"the head is longer than {REQUEST_HEAD_BYTES_MAX} bytes")
+        ends = Ends()
+        upgrades = _judge(data, _REQUEST, httptools.HttpRequestParser(ends), ends)
         lines = data[: -len(END)].split(b"\r\n")
         if len(lines) > HEADERS_MAX + 1:
             raise BadHead(f"a head has at most {HEADERS_MAX} headers")
-        words = lines[0].split(b" ")
-        if len(words) != 3 or words[2] not in (b"HTTP/1.1", b"HTTP/1.0"):
-            raise BadHead("this is not HTTP/1.1 or HTTP/1.0")
-        self.method, self.target, version = words
+        self.method, self.target, version = lines[0].split(b" ")
+        if self.method == b"CONNECT":
+            raise BadHead("this is no tunnel")
         self.is_http11 = self.keep_alive = version == b"HTTP/1.1"
         self.content_length = 0
+        self._lengths = 0
         self.chunked = False
         self.expect: bytes | None = None
         self.content_encoding: bytes | None = None
@@ -148,6 +218,17 @@ class RequestHead:
         self.joined = b"".join([line + b"\r\n" for line in self.lines])
         if self.chunked and not self.is_http11:
             raise BadHead("Transfer-Encoding in HTTP/1.0")
+        if self.chunked + self._lengths > 1:
+            raise BadHead("the length of its body is given more than once")
+        if not upgrades and ends.message is self.has_body:
+            raise BadHead("whether a body follows is not clear")
+        # What leaves here is looked at once more, as it will leave: it says nothing of a length, which is ours to say.
+        if _LINES.fullmatch(self.joined) is None or _FRAMING.search(self.joined) is not None:
+            raise BadHead("what would be passed on is no head")
+
+    @property
+    def has_body(self) -> bool:
+        return self.chunked or self.content_length > 0
 
     @property
     def is_plain(self) -> bool:
@@ -156,7 +237,8 @@ class RequestHead:
 
     def _look_at(self, lower: bytes, value: bytes) -> None:
         if lower == b"content-length":
-            self.content_length = int(value)  # llhttp took it: digits, once
+            self.content_length = _length_in(value)
+            self._lengths += 1
         elif lower == b"connection":
             self.connection.append(value)
         elif lower == b"expect":
@@ -172,103 +254,18 @@ class RequestHead:
             self.chunked = True
 
 
-class RequestReader:
-    """Takes the requests of one client's connection, one after the other: a head, then a body until ``complete``."""
-
-    __slots__ = ("_chunks", "_head", "_missing_bytes", "_parser", "_tail", "complete")
-
-    def __init__(self) -> None:
-        self.complete = False
-        self._missing_bytes = 0
-        self._head = b""
-        self._tail = b""
-        self._chunks: _Chunks | None = None
-        # Without callbacks: it says by an error what is wrong, and the rest is read here.
-        self._parser: Any = httptools.HttpRequestParser(None)
-
-    def head(self, data: bytes) -> RequestHead:
-        """``data``: one head with the empty line that ends it. Raises BadHead."""
-        self.complete = False
-        if len(data) > REQUEST_HEAD_BYTES_MAX:
-            raise BadHead(f"the head is longer than {REQUEST_HEAD_BYTES_MAX} bytes")
-        if b"pgrade" in data or b"PGRADE" in data:
-            data = _UPGRADE.sub(b"", data)
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            raise BadHead(str(error)) from None
-        head = RequestHead(data)
-        if head.chunked:
-            self._chunks, self._tail = _Chunks(), b""
-            self._feed_chunks(data)
-        else:
-            self._missing_bytes = head.content_length
-            self.complete = not head.content_length
-        return head
-
-    def plain_body(self, data: bytes) -> tuple[bytes, bytes]:
-        """Of a body with a length: what belongs to it, and what follows it. Raises BadHead."""
-        missing = self._missing_bytes
-        rest = b""
-        if len(data) > missing:
-            data, rest = data[:missing], data[missing:]
-        self._missing_bytes = missing = missing - len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            raise BadHead(str(error)) from None
-        self.complete = not missing
-        return data, rest
-
-    def chunked_body(self, data: bytes) -> tuple[bytes, bytes]:
-        """Of a chunked body: what it holds, and what follows it. Trailers are dropped. Raises BadHead."""
-        assert self._chunks is not None
-        rest = data
-        for piece in at_ends(self._tail, data):
-            self._feed_chunks(piece)
-            rest = rest[len(piece) :]
-            if self._chunks.complete:
-                break
-        self._tail = (self._tail + data)[-3:]
-        pieces, self._chunks.pieces = self._chunks.pieces, []
-        if self._chunks.complete:
-            self.complete, self._chunks = True, None
-            self._parser = httptools.HttpRequestParser(None)  # the other one read this body
-        return b"".join(pieces), rest
-
-    def _feed_chunks(self, data: bytes) -> None:
-        assert self._chunks is not None
-        try:
-            self._chunks.parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            raise BadHead(str(error)) from None
-
-
-class _Chunks:
-    """What llhttp finds in a chunked request."""
-
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-        self.complete = False
-        self.parser: Any = httptools.HttpRequestParser(self)
-
-    def on_body(self, body: bytes) -> None:
-        self.pieces.append(body)
-
-    def on_message_complete(self) -> None:
-        self.complete = True
-
-
 class Memo(Generic[H]):
     """A head that came before: one that differs from it in its Content-Length alone need not be read again.
 
-    Clients and engines say the same heads again and again. What is skipped was judged already, byte by byte.
+    Clients and engines say the same heads again and again. What is skipped was judged already, byte by byte: all that
+    may differ is the run of digits between two line ends that are compared, in the one header that frames the message.
+    No parser keeps a state from one message to the next, so none misses what is skipped.
     """
 
     __slots__ = ("_prefix", "_suffix", "head")
 
     def __init__(self, raw: bytes, head: H) -> None:
-        """``raw``: with one Content-Length, as llhttp took it."""
+        """``raw``: a head that was taken, with one Content-Length."""
         at = raw.lower().index(_LENGTH) + len(_LENGTH)
         self._prefix = raw[:at]
         self._suffix = raw[raw.index(b"\r\n", at) :]
@@ -311,29 +308,41 @@ class AnswerHead:
     """What the gateway needs to know of an engine's answer, and the header lines that pass, without framing."""
 
     __slots__ = (
+        "_framings",
         "chunked",
         "content_encoding",
         "content_length",
         "content_type",
         "framed",
+        "has_body",
+        "keep_alive",
         "lines",
         "reason",
         "status",
         "verbatim",
     )
 
-    def __init__(self, data: bytes, status: int) -> None:
-        """``data``: a whole head that llhttp took. Raises BadHead."""
+    def __init__(self, data: bytes, parser: Any = None, ends: Ends | None = None) -> None:
+        """``data``: from the first byte of an answer to the empty line. Raises BadHead.
+
+        ``parser``: an llhttp that has read nothing, and what it calls, if it shall read the body too.
+        """
+        if parser is None or ends is None:
+            ends = Ends()
+            parser = httptools.HttpResponseParser(ends)
+        if _judge(data, _ANSWER, parser, ends):
+            raise BadHead("it switches protocols, which nobody asked for")
         lines = data[: -len(END)].split(b"\r\n")
         if len(lines) > HEADERS_MAX + 1:
             raise BadHead(f"a head has at most {HEADERS_MAX} headers")
         start = lines[0]
-        self.status = status
+        self.status = int(start[9:12])
         self.reason = start[13:]
         self.chunked = False
         self.content_length: int | None = None
         self.content_type = b""
         self.content_encoding: bytes | None = None
+        self._framings = 0
         self.lines = passed = list[bytes]()
         connection: list[bytes] = []
         known = _answer_lines.get
@@ -347,17 +356,35 @@ class AnswerHead:
             elif kind == _LOOK:
                 name, _, value = line.partition(b":")
                 self._look_at(name.lower(), line, value.strip(), connection)
+        is_http11 = start.startswith(b"HTTP/1.1 ")
+        self.keep_alive = is_http11
         if connection:
-            self.lines = _without(self.lines, _named_by_connection(connection))
+            named = _named_by_connection(connection)
+            self.keep_alive = is_http11 and b"close" not in named
+            self.lines = _without(self.lines, named)
         # Whether a client that speaks HTTP/1.1 may have the head as it came: nothing of it was dropped.
-        framing = self.chunked + (self.content_length is not None)
-        self.verbatim = len(self.lines) + framing == len(lines) and start.startswith(b"HTTP/1.1 ")
-        # Whether its end is known by anything but the end of the connection.
-        self.framed = bool(framing) or status in (204, 304)
+        self.verbatim = len(self.lines) + self._framings == len(lines) and is_http11
+        self._frame(ends)
+
+    def _frame(self, ends: Ends) -> None:
+        """Where its end is. Raises BadHead."""
+        if self._framings > 1:
+            raise BadHead("the length of its body is given more than once")
+        if self.status in _BODILESS or self.status < 200:
+            self.verbatim = self.verbatim and not self._framings
+            self.chunked, self.content_length = False, None
+            self.framed, self.has_body = True, False
+        else:
+            # Whether its end is known by anything but the end of the connection.
+            self.framed = self._framings == 1
+            self.has_body = self.content_length != 0
+        if ends.message is self.has_body:
+            raise BadHead("whether a body follows is not clear")
 
     def _look_at(self, lower: bytes, line: bytes, value: bytes, connection: list[bytes]) -> None:
         if lower == b"content-length":
-            self.content_length = int(value)
+            self.content_length = _length_in(value)
+            self._framings += 1
         elif lower == b"content-type":
             self.content_type = value.partition(b";")[0].strip().lower()
             self.lines.append(line)
@@ -366,7 +393,8 @@ class AnswerHead:
         elif lower == b"content-encoding":
             self.content_encoding = value
             self.lines.append(line)
-        elif value.lower() != b"chunked" or self.chunked:
+        elif value.lower() != b"chunked":
             raise BadHead(f"Transfer-Encoding: {value[:100]!r} is not known")
         else:
             self.chunked = True
+            self._framings += 1

@@ -14,8 +14,9 @@ from abc import ABC, abstractmethod
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from .bodies import BadBody, BodyTooLong, ChunkedBody, SizedBody
 from .filtering import INFERENCE_PATHS, LIVE_PATH, MODELS_PATH, check_query, inference_path, split_target
-from .heads import END, REQUEST_HEAD_BYTES_MAX, BadHead, Memo, RequestHead, RequestReader, memo_of
+from .heads import END, REQUEST_HEAD_BYTES_MAX, BadHead, Memo, RequestHead, memo_of
 from .problems import CONTENT_TYPE, Problem, plain_answer
 
 if TYPE_CHECKING:
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
 
 # Of requests that a client sends before the one in work is answered; more is read when that one is over.
 _PIPELINED_BYTES_MAX: Final = 64 * 1024
-# Framing may outweigh a chunked body, but not without end.
-_CHUNK_FRAMING_BYTES_MAX: Final = 64 * 1024
 _LINGERING_SECONDS: Final = 2.0  # for a client to stop sending a body that was refused
+_LINE_END: Final = b"\r\n"
 _EXACT_TARGETS: Final = {path.encode(): path for path in INFERENCE_PATHS}
 
 
@@ -50,14 +50,14 @@ class RequestConnection(asyncio.Protocol, ABC):
         self._loop = relay.loop
         self._transport: Any = None
         self._state = _HEAD
-        self._reader = RequestReader()
         self._buffer = b""
         self._deadline = self._timer_at = math.inf
         # Of the request in work:
         self._head: RequestHead | None = None
+        self._incoming: SizedBody | ChunkedBody | None = None
+        self._whole = True  # nothing of it is still to come
         self._counted = False
         self._reserved_bytes = 0
-        self._received_bytes = 0
         self._body: bytes | bytearray = b""
         self._path = self._query = ""
         self._keep = True  # the connection, after its answer
@@ -148,8 +148,7 @@ class RequestConnection(asyncio.Protocol, ABC):
     def _take_known(self, head: RequestHead, body: bytes) -> None:
         """A whole request with a head like one before, and nothing behind it."""
         self._head = head
-        self._keep = True
-        self._reader.complete = True
+        self._keep = self._whole = True
         try:
             self._relay.enter()
             self._counted = True
@@ -165,57 +164,68 @@ class RequestConnection(asyncio.Protocol, ABC):
 
     def _take_head(self, data: bytes) -> bytes:
         """What follows the head."""
+        start = 0
+        while data.startswith(_LINE_END, start):  # an empty line before a request is no request
+            start += len(_LINE_END)
+        if start:
+            data = data[start:]
         end = data.find(END)
-        if end <= 0:
-            if data.startswith(b"\r\n"):  # an empty line before a request is no request
-                return data[2:]
+        if end < 0:
             if len(data) > REQUEST_HEAD_BYTES_MAX:
                 self._bad_request(f"the head is longer than {REQUEST_HEAD_BYTES_MAX} bytes")
-            elif data.count(b"\n") != data.count(b"\r\n"):
+            elif data.count(b"\n") != data.count(_LINE_END):
                 self._bad_request("a line ends with a bare LF")  # no end of this head would ever be found
             else:
                 self._buffer = data
             return b""
         end += len(END)
+        raw, rest = data[:end], data[end:]
         try:
-            head = self._reader.head(data[:end])
+            head = RequestHead(raw)
         except BadHead as error:
-            if data.startswith(b"\r\n"):
-                return data[2:]
             self._bad_request(str(error))
             return b""
         self._head = head
         self._keep = head.keep_alive
+        self._whole = not head.has_body
         self._memo = None
         try:
-            path = _EXACT_TARGETS.get(head.target) if head.method == b"POST" else None
-            if path is None:
-                path = self._look_at_target(head)
-            if path:
-                self._path = path
-                self._relay.enter()
-                self._counted = True
-                if head.expect or head.content_encoding or head.content_length > self._limits.body_bytes_max:
-                    self._look_at_body_headers(head)
-                if self._reader.complete:
-                    self._dispatch()
-                else:
-                    self._state = _BODY
-                    if not self._query and head.is_plain:
-                        self._memo = memo_of(data[:end], head)
-                    if end == len(data):
-                        self._until(self._limits.body_seconds_max)
+            self._begin(head, raw)
         except Problem as problem:
-            problem.close |= not self._reader.complete
             self._answer_problem(problem)
-        return data[end:]
+        if self._state is _BODY:
+            if rest:
+                self._deadline = math.inf  # the body has its own, if this is not all of it
+            else:
+                self._until(self._limits.body_seconds_max)
+        return rest
+
+    def _begin(self, head: RequestHead, raw: bytes) -> None:
+        """Raises Problem."""
+        path = _EXACT_TARGETS.get(head.target) if head.method == b"POST" else None
+        if path is None:
+            path = self._look_at_target(head)
+            if not path:
+                return
+        self._path = path
+        self._relay.enter()
+        self._counted = True
+        bytes_max = self._limits.body_bytes_max
+        if head.expect or head.content_encoding or head.content_length > bytes_max:
+            self._look_at_body_headers(head)
+        if self._whole:
+            self._dispatch()
+            return
+        self._state = _BODY
+        self._incoming = ChunkedBody(bytes_max) if head.chunked else SizedBody(head.content_length)
+        if not self._query and head.is_plain:
+            self._memo = memo_of(raw, head)
 
     def _look_at_target(self, head: RequestHead) -> str:
         """The path of the engine, or "" if the request is answered already. Raises Problem."""
         path, self._query = split_target(head.target.decode("latin-1"))
         if path in (LIVE_PATH, MODELS_PATH) or path.startswith(MODELS_PATH + "/"):
             content_type, body = self._relay.own_answer(head.method, path)
-            self._keep = self._keep and self._reader.complete
             self._write_own(200, content_type, body, {})
             return ""
         path = inference_path(head.method.decode("latin-1"), path)
@@ -240,17 +250,17 @@ class RequestConnection(asyncio.Protocol, ABC):
 
     def _take_body(self, data: bytes) -> bytes:
         """What follows the body."""
-        head, reader = self._head, self._reader
-        assert head is not None
+        incoming = self._incoming
+        assert incoming is not None
         try:
-            piece, rest = reader.chunked_body(data) if head.chunked else reader.plain_body(data)
-        except BadHead as error:
+            piece, rest = incoming.take(data)
+            self._relay.reserve(len(piece))
+        except BadBody as error:
             self._bad_request(f"the body could not be read: {error}")
             return b""
-        try:
-            if head.chunked:
-                self._bound_chunks(len(data) - len(rest), len(piece))
-            self._relay.reserve(len(piece))
+        except BodyTooLong:
+            self._answer_problem(self._too_large())
+            return b""
         except Problem as problem:
             self._answer_problem(problem)
             return b""
@@ -261,25 +271,17 @@ class RequestConnection(asyncio.Protocol, ABC):
             self._body += piece
         else:
             self._body = bytearray(self._body + piece)
-        if reader.complete:
+        if incoming.complete:
+            self._incoming, self._whole = None, True
             self._dispatch()
-        elif self._deadline > self._loop.time() + self._limits.body_seconds_max:
+        elif self._deadline == math.inf:
             self._until(self._limits.body_seconds_max)
         return rest
-
-    def _bound_chunks(self, raw_bytes: int, piece_bytes: int) -> None:
-        """Raises Problem."""
-        self._received_bytes += raw_bytes
-        body_bytes = self._reserved_bytes + piece_bytes
-        framing_bytes = self._received_bytes - body_bytes
-        bytes_max = self._limits.body_bytes_max
-        if body_bytes > bytes_max or framing_bytes > bytes_max + _CHUNK_FRAMING_BYTES_MAX:
-            raise self._too_large()
 
     # ---- answers of the gateway's own -------------------------------------------------------------------------------
 
     def _bad_request(self, text: str) -> None:
-        self._reader.complete = False
+        self._whole = False
         self._answer_problem(Problem(400, "bad_request", f"This is no request: {text[:200]}", close=True))
 
     def _answer_problem(self, problem: Problem) -> None:
@@ -287,7 +289,7 @@ class RequestConnection(asyncio.Protocol, ABC):
         self._write_own(problem.status, CONTENT_TYPE, json.dumps(problem.document()).encode(), problem.headers())
 
     def _write_own(self, status: int, content_type: str, body: bytes, headers: dict[str, str]) -> None:
-        self._keep = self._keep and not self._relay.stopping
+        self._keep = self._keep and self._whole and not self._relay.stopping
         without_body = self._head is not None and self._head.method == b"HEAD"
         self._transport.write(
             plain_answer(status, content_type, body, headers, close=not self._keep, without_body=without_body)
@@ -297,8 +299,9 @@ class RequestConnection(asyncio.Protocol, ABC):
     # ---- ends -----------------------------------------------------------------------------------------------------
 
     def _end_answer(self) -> None:
-        """The answer is written, whole."""
-        keep, whole = self._keep and not self._relay.stopping, self._reader.complete
+        """The answer is written, whole. Behind a request that was not read to its end no other is looked for."""
+        whole = self._whole
+        keep = self._keep and whole and not self._relay.stopping
         self._end_request()
         if keep:
             self._state = _HEAD
@@ -326,8 +329,8 @@ class RequestConnection(asyncio.Protocol, ABC):
         if self._counted:
             self._relay.leave(self._reserved_bytes)
             self._counted = False
-        self._head = None
-        self._reserved_bytes = self._received_bytes = 0
+        self._head = self._incoming = None
+        self._reserved_bytes = 0
         self._body = b""
         self._query = ""
 

@@ -75,6 +75,22 @@ async def test_upload_that_never_ends_is_408(start: Any) -> None:
     assert text.startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.parametrize("headers", [b"Content-Length: 14\r\n", b"Transfer-Encoding: chunked\r\n"])
+async def test_a_body_has_its_own_time_whatever_its_connection_waited_before(start: Any, headers: bytes) -> None:
+    """Head and a part of the body in one segment: what was left of the idle connection's time was its deadline once."""
+    world = await start(idle_seconds_max=0.2, body_seconds_max=30.0)
+    reader, writer = await asyncio.open_connection(*world.gateway.listen.split(":"))
+    body, chunked = b'{"model": "m"}', b"chunked" in headers
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n"
+    writer.write(head + (b"e\r\n" if chunked else b"") + body[:5])
+    # As long as another connection takes that says nothing: the time of this one would be over as well.
+    assert await world.raw(b"") == b""
+    await world.requests(1)
+    writer.write(body[5:] + (b"\r\n0\r\n\r\n" if chunked else b""))
+    assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
 async def test_head_that_never_ends_is_cut_off(start: Any) -> None:
     world = await start(idle_seconds_max=0.2)
     assert await world.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n") == b""

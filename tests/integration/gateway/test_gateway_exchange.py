@@ -197,7 +197,7 @@ async def test_cut_ends_a_wait_for_an_engine() -> None:
 
 
 async def test_idle_connections_are_given_up_after_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lull.agents.gateway.engine_connection.REUSE_SECONDS_MAX", 0.05)
+    monkeypatch.setattr("lull.agents.gateway.engine_connection.REUSE_SECONDS_MAX", 0.5)
     await bench.ask().answered()
     assert bench.pool.idle == 1
     await wait_until_async(lambda: bench.pool.idle == 0, 5, "the idle connection is closed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -151,6 +152,54 @@ async def test_pipelined_requests_are_each_judged(world: Any) -> None:
     text = await world.raw(plain + SMUGGLED + _request(b"/v1/completions"))
     assert _statuses(text) == [200, 404, 200]
     assert [arrival.path for arrival in world.engine.arrivals] == ["/v1/completions"] * 2
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+async def test_empty_lines_before_a_request_are_no_request(world: Any, segments: int) -> None:
+    """Some clients send one behind a POST; RFC 9112 section 2.2 says to ignore it."""
+    plain = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
+    reader, writer = await asyncio.open_connection(*world.gateway.listen.split(":"))
+    for _ in range(3):
+        if segments == 1:
+            writer.write(b"\r\n\r\n" + plain)
+        else:
+            writer.write(b"\r\n\r")
+            await writer.drain()
+            writer.write(b"\n" + plain)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        await reader.readexactly(len(BODY))
+    writer.close()
+    assert len(world.engine.arrivals) == 3
+
+
+async def test_a_refused_body_that_looks_like_a_head_decides_about_nothing(world: Any) -> None:
+    """It once did: a parser that was fed a head twice took the end of the body for a head, and the rest was judged by
+    nobody."""
+    hidden = b"POST / HTTP/1.1\r\nHost: y\r\nContent-Length: 10000000\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Pad: %s\r\nContent-Length: 4000\r\n\r\n"
+    head %= b"p" * (len(hidden) + 50 - len(head % b""))
+    body = b"z" * (4000 - len(head)) + hidden + b"z" * (len(head) - len(hidden))
+    odd = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: a\nY: b\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
+    assert _statuses(await world.raw(b"\r\n" + head + body + odd)) == [400, 400]
+    await _nothing_came(world)
+
+
+@pytest.mark.parametrize(
+    "request_text",
+    [
+        b"POST /sleep HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n",
+        b"POST /livez HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n",
+        b"GET /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: more\r\nContent-Length: %d\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: br\r\nContent-Length: %d\r\n\r\n",
+    ],
+)
+async def test_nothing_is_looked_for_behind_a_body_that_was_not_read(world: Any, request_text: bytes) -> None:
+    inner = _request(b"/v1/completions")
+    assert len(_statuses(await world.raw(request_text % len(inner) + inner))) == 1
+    await _nothing_came(world)
 
 
 async def test_oversized_heads_are_rejected(world: Any) -> None:
