@@ -7,6 +7,7 @@ again by the mark in its environment, so an engine is never started twice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from .settings import MEMORY_SERVICE_FLAGS, RESTORE_MODE_FLAGS, EngineSettings
 ENGINE_MARK: Final = "LULL_ENGINE"
 _KILL_SECONDS_MAX: Final = 30.0
 _LOG_BYTES_MAX: Final = 64 << 20
+_LISTEN: Final = "0A"  # as /proc/net/tcp has it
 
 
 class EngineWillNotDie(RuntimeError):
@@ -172,7 +174,12 @@ class EngineProcess:
 
 
 def listening_pid(port: int) -> int | None:
-    """The process that listens on a TCP port of this node: how an attached engine's process is found."""
+    """The process that listens on a TCP port of this node: how an attached engine's process is found.
+
+    Whose a socket is costs a walk over the descriptors of all processes, so that is asked only of one that is there.
+    """
+    if not _is_listened_to(port):
+        return None
     import psutil
 
     for connection in psutil.net_connections("tcp"):
@@ -180,3 +187,13 @@ def listening_pid(port: int) -> int | None:
         if is_listening and connection.laddr and connection.laddr.port == port:
             return int(connection.pid or 0)
     return None
+
+
+def _is_listened_to(port: int) -> bool:
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/net/{table}") as rows:  # no IPv6: no table
+            for row in rows:
+                _, local, _, state, *_ = row.split(maxsplit=4)
+                if state == _LISTEN and local.endswith(f":{port:04X}"):
+                    return True
+    return False

@@ -95,10 +95,14 @@ def _value(name: str, text: str) -> Any:
         except ValueError as error:
             fail(f"{name}: {error}", ExitCode.USAGE)
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_number)
     except ValueError:
         return text
     return text if isinstance(value, str | dict | list) else value
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(text)  # NaN and Infinity, which are not JSON: words like any other
 
 
 def _read_policy_file(path: Path) -> dict[str, Any]:

@@ -104,7 +104,8 @@ class CommandAdapter:
         assert argv is not None, "settings refuse this kind without its commands"
         incarnation = self._outside.incarnation
         environment = {
-            **os.environ,
+            # What these commands start is the operator's: it carries none of the marks by which we know what is ours.
+            **{name: value for name, value in os.environ.items() if not name.startswith("LULL_")},
             "LULL_ENGINE_NAME": self._settings.name,
             "LULL_ENGINE_URL": self._base_url,
             "LULL_ENGINE_PID": "" if incarnation is None else incarnation.split(":")[1],

@@ -81,6 +81,23 @@ async def test_what_a_command_is_given(tmp_path: Path) -> None:
     assert out.read_text().strip() == "alpha http://127.0.0.1:9 4711 kv_cache,model_weights"
 
 
+async def test_what_a_command_starts_carries_no_mark_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lull up --stop` ends what carries its mark, and an agent adopts what carries an engine's."""
+    monkeypatch.setenv("LULL_UP", str(tmp_path))
+    monkeypatch.setenv("LULL_ENGINE", "alpha")
+    monkeypatch.setenv("OF_THE_OPERATOR", "kept")
+    out = tmp_path / "out"
+    await adapter(resume_command=sh(f"env > {out}")).resume(EnginePolicy(), 5)
+    given = {line.partition("=")[0] for line in out.read_text().splitlines()}
+    assert "OF_THE_OPERATOR" in given
+    assert {name for name in given if name.startswith("LULL_")} == {
+        "LULL_ENGINE_NAME",
+        "LULL_ENGINE_URL",
+        "LULL_ENGINE_PID",
+        "LULL_TAGS",
+    }
+
+
 async def test_arguments_are_no_shell_s_text(tmp_path: Path) -> None:
     await adapter(park_command=["true", f"; touch {tmp_path}/made"]).park(EnginePolicy(), 5)
     assert list(tmp_path.iterdir()) == []
