@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -95,14 +96,12 @@ def _value(name: str, text: str) -> Any:
         except ValueError as error:
             fail(f"{name}: {error}", ExitCode.USAGE)
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = json.loads(text)
     except ValueError:
         return text
+    if isinstance(value, float) and not math.isfinite(value):
+        return text  # what JSON cannot carry the server refuses by the field's name
     return text if isinstance(value, str | dict | list) else value
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(text)  # NaN and Infinity, which are not JSON: words like any other
 
 
 def _read_policy_file(path: Path) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from lull.cli.exits import CliError
         ("canary.tokens=4", {"canary": {"tokens": 4}}),
         ("canary.prompt=a=b", {"canary": {"prompt": "a=b"}}),
         ("canary.prompt=[1]", {"canary": {"prompt": "[1]"}}),
-        ("settle_samples=NaN", {"settle_samples": "NaN"}),  # no JSON: the server says what is wrong with it
         ("settle_samples=NaN", {"settle_samples": "NaN"}),  # the server refuses it by name; JSON could not carry it
         ("settle_samples=1e999", {"settle_samples": "1e999"}),
         ("settle_samples=-Infinity", {"settle_samples": "-Infinity"}),
