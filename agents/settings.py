@@ -150,6 +150,11 @@ class AgentSettings(AgentGates):
             if engine.name in names:
                 raise ValueError(f"engines.{number}.name: every engine needs a name of its own")
             names.add(engine.name)
+            if engine.needs_gateway and engine.url.rpartition(":")[2] == self.gateway.listen.rpartition(":")[2]:
+                raise ValueError(
+                    f"engines.{number}.url: {engine.url} is where the gateway itself listens; requests would go round"
+                    " for ever: name the engine's own port"
+                )
         if fault := devices_fault(self.devices):
             raise ValueError(fault)
         for number, engine in enumerate(self.engines):

@@ -61,6 +61,7 @@ def test_a_good_file(tmp_path: Path) -> None:
         ('capacity_bytes = "1.5GiB"', 'capacity_bytes = "1.5 apples"', 8, "devices.0.capacity_bytes: '1.5 apples'"),
         ('url = "http://127.0.0.1:9001"', 'url = "http://10.0.0.1:9001"', 13, "engines.0.url"),
         ('url = "http://127.0.0.1:9001"', 'url = "http://127.0.0.1:90011"', 13, "a port that does not exist"),
+        ('url = "http://127.0.0.1:9001"', 'url = "http://127.0.0.1:8070"', 13, "is where the gateway itself listens"),
         ("device_indexes = [0]", "device_indexes = [false]", 14, "has to be a number, not false"),
         ('when = "always"', 'when = "idle"', 18, "not obeyed yet"),
         ('when = "always"', "recall_waiting_seconds = 5", 18, "recall_waiting_seconds"),
