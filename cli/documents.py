@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Any, Final, cast
@@ -48,4 +49,22 @@ def read_yaml_mapping(path: Path, known: str) -> dict[str, Any]:
     found = mapping_of(raw)
     if found is None:
         fail(f"{path}: has to be a mapping of {known}", ExitCode.USAGE)
+    wrong = _not_finite(found)
+    if wrong is not None:
+        fail(f"{path}: {wrong}: has to be a finite number", ExitCode.USAGE)
     return found
+
+
+def _not_finite(value: object, place: str = "") -> str | None:
+    """The key of a number that JSON cannot carry."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else place
+    if isinstance(value, dict):
+        inner = [
+            (f"{place}.{key}" if place else str(key), item) for key, item in cast(dict[Any, object], value).items()
+        ]
+    elif isinstance(value, list):
+        inner = [(f"{place}[{index}]", item) for index, item in enumerate(cast(list[object], value))]
+    else:
+        return None
+    return next((wrong for key, item in inner if (wrong := _not_finite(item, key)) is not None), None)

@@ -46,21 +46,28 @@ def park(
     park_seconds_max, and `lull engine resume`. Asked again with the same terms, nothing more is done.
     """
     seconds = None if for_ is None else _duration(for_, "--for")
+    wait_seconds = _wait_seconds(wait, timeout)
     operation = session.client.park_engine(engine, for_seconds=seconds, wake_on_request=not no_wake_on_request)
-    _tell(session, engine, operation, wait, timeout, "is parked")
+    _tell(session, engine, operation, wait, wait_seconds, "is parked")
 
 
 @client_command
 def resume(session: Session, engine: EngineArgument, wait: WaitOption = False, timeout: TimeoutOption = None) -> None:
     """Wake an engine that is parked without a job. Refused while a job holds its devices: recall that loan."""
-    _tell(session, engine, session.client.resume_engine(engine), wait, timeout, "serves again")
+    wait_seconds = _wait_seconds(wait, timeout)
+    _tell(session, engine, session.client.resume_engine(engine), wait, wait_seconds, "serves again")
 
 
-def _tell(session: Session, engine: str, operation: Operation, wait: bool, timeout: str | None, done: str) -> None:
+def _wait_seconds(wait: bool, timeout: str | None) -> float | None:
+    """Asked before anything is ordered: wrong usage does nothing."""
     if timeout is not None and not wait:
         fail("--timeout: only with --wait", ExitCode.USAGE)
+    return None if timeout is None else _duration(timeout, "--timeout")
+
+
+def _tell(session: Session, engine: str, operation: Operation, wait: bool, seconds: float | None, done: str) -> None:
     if wait:
-        operation = _wait(session, operation, None if timeout is None else _duration(timeout, "--timeout"))
+        operation = _wait(session, operation, seconds)
     if not session.out.for_people:
         session.out.item(operation, operation_lines, name="id")
     elif operation.state != "failed":
