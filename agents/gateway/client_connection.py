@@ -19,6 +19,7 @@ from .filtering import Asked, read_body
 from .heads import AnswerHead
 from .problems import Problem
 from .request_connection import RequestConnection, State
+from .routes import HOP_MARK
 
 if TYPE_CHECKING:
     from .relay import Relay
@@ -32,6 +33,7 @@ _CLOSE: Final = b"Connection: close\r\n"
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 _ERROR_BODY_BYTES_MAX: Final = 64 * 1024
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
+_OURS: Final = b"Via: 1.1 %s\r\nContent-Length: " % HOP_MARK
 _ADMITTED: Final = TicketState.ADMITTED
 
 
@@ -140,7 +142,7 @@ class ClientConnection(RequestConnection):
         self._exchange = exchange = route.begin(ticket)
         self._until(self._limits.silence_seconds_max)
         start = route.head_start(self._path, self._query)
-        data = b"%s%sContent-Length: %d\r\n\r\n%s" % (start, head.joined, len(body), body)
+        data = b"%s%s%s%d\r\n\r\n%s" % (start, head.joined, _OURS, len(body), body)
         exchange.start(self, data, unframe=self._begun or not head.is_http11)
 
     # ---- what the exchange tells ----------------------------------------------------------------------------------

@@ -153,6 +153,8 @@ class EngineConnection(asyncio.Protocol):
             data = rest
         if len(data) > ANSWER_HEAD_BYTES_MAX:
             raise BadHead(f"the head is longer than {ANSWER_HEAD_BYTES_MAX} bytes")
+        if data.count(b"\n") != data.count(b"\r\n"):
+            raise BadHead("a line ends with a bare LF")  # no end of this head would ever be found
         self._buffer = data
 
     def _begin(self, head: AnswerHead, raw: bytes, rest: bytes, parser: Any, ends: Ends) -> None:

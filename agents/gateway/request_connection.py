@@ -18,6 +18,7 @@ from .bodies import BadBody, BodyTooLong, ChunkedBody, SizedBody
 from .filtering import INFERENCE_PATHS, LIVE_PATH, MODELS_PATH, check_query, inference_path, split_target
 from .heads import END, REQUEST_HEAD_BYTES_MAX, BadHead, Memo, RequestHead, memo_of
 from .problems import CONTENT_TYPE, Problem, plain_answer
+from .routes import HOP_MARK
 
 if TYPE_CHECKING:
     from .relay import Relay
@@ -207,6 +208,9 @@ class RequestConnection(asyncio.Protocol, ABC):
             path = self._look_at_target(head)
             if not path:
                 return
+        if HOP_MARK in head.joined:
+            detail = "This request was here before: the address of an engine leads back to this gateway."
+            raise Problem(508, "loop", detail)
         self._path = path
         self._relay.enter()
         self._counted = True

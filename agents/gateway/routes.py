@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -30,6 +31,8 @@ from .siblings import Siblings
 _log = logging.getLogger(__name__)
 
 ROUTES_MAX: Final = 256
+# Goes with each request as `Via`: one that comes back here went round, and would go on until no file is left to open.
+HOP_MARK: Final = b"lull-" + secrets.token_hex(8).encode("ascii")
 _FILE_VERSION: Final = 1
 
 Model = Annotated[str, Field(min_length=1, max_length=256)]

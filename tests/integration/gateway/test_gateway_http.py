@@ -322,3 +322,12 @@ async def test_connections_without_a_request_end_when_the_gateway_does(world: An
     async with asyncio.timeout(5):
         assert await reader.read() == b""
     writer.close()
+
+
+async def test_an_address_that_leads_back_to_the_gateway_is_told_and_does_not_go_round(world: Any) -> None:
+    await world.gate.ensure_route("e2", "two", ["loop"], world.url)
+    await world.gate.open("e2")
+    async with world.client.post(f"{world.url}/v1/completions", json={"model": "loop"}) as answer:
+        assert answer.status == 508
+        assert (await answer.json(content_type=None))["code"] == "loop"
+    assert world.gateway.routes.get("e2").view().answered_total == 1
