@@ -280,7 +280,9 @@ class Daemon:
     # ---- the scheduler ----------------------------------------------------------------------------------------
 
     async def _make_register(self) -> Register:
-        devices = self.node.observed(await self.node.look())
+        facts = await self.node.look()
+        await asyncio.gather(*(keeper.first_look(facts) for keeper in self.keepers.values()))
+        devices = self.node.observed(facts)
         attempts: list[AttemptChanged] = self.journal.ended_unacknowledged()
         for loan in self.loans.values():
             attempts += [

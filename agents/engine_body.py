@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import structlog
 
@@ -18,7 +19,7 @@ from .engine_process import EngineProcess, listening_pid
 from .engines.base import EngineAdapter
 from .engines.ledger import Ledger
 from .engines.outside import EngineOutside
-from .errors import DeviceAbsent
+from .errors import AgentError, DeviceAbsent
 from .gates.kept import KeptGate
 from .memory_service import service_socket
 from .node import Node, cuda_visible
@@ -34,6 +35,8 @@ from .protocol.wire import EngineChanged, EngineState, GateState, HostPressure, 
 from .settings import EngineSettings
 
 log = structlog.get_logger(__name__)
+
+_FIRST_LOOK_SECONDS_MAX: Final = 10.0
 
 MakeAdapter = Callable[[EngineSettings, Ledger, EngineOutside], EngineAdapter]
 
@@ -73,7 +76,7 @@ class EngineBody:
         )
         kept = None if settings.policy_locked else node.journal.policy(engine_id)
         self.policy_version, self.policy = (0, settings.policy) if kept is None else kept
-        self.state = EngineState.GONE
+        self._state: EngineState | None = None
         self.gate_state = GateState.UNKNOWN
         self.verified = False
         self.reason: Reason | None = None
@@ -88,6 +91,15 @@ class EngineBody:
     @property
     def name(self) -> str:
         return self.settings.name
+
+    @property
+    def state(self) -> EngineState:
+        """As last seen. Before that nobody knows: it counts as unreachable, and is not reported."""
+        return self._state or EngineState.UNREACHABLE
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._state = state
 
     @property
     def footprint(self) -> dict[str, int]:
@@ -211,8 +223,46 @@ class EngineBody:
             pressure=self.pressure,
         )
 
+    async def first_look(self, facts: dict[str, DeviceFacts]) -> None:
+        """How it and its gate are, for the report of an agent that starts; a loan may hold it for hours.
+
+        Bounded, and nothing is done. Whatever its keeper or its loan has seen meanwhile is newer and stays.
+        """
+        if self._state is not None:
+            return
+        state, gate = await asyncio.gather(self._first_state(), self._first_gate())
+        if self._state is not None:
+            return
+        with contextlib.suppress(DeviceAbsent):
+            self.device_bytes = self.bytes_on(facts)
+        self._state, self.gate_state = state, gate
+        self.verified = self.verified_now() and (state, gate) == (EngineState.RUNNING, GateState.OPEN)
+
+    async def _first_state(self) -> EngineState:
+        if self.is_lost_while_parked():
+            return EngineState.GONE
+        state = EngineState.UNREACHABLE
+        try:
+            async with asyncio.timeout(_FIRST_LOOK_SECONDS_MAX):
+                state = (await self.adapter.observe()).state
+        except (AgentError, OSError, TimeoutError) as error:
+            log.warning("an engine was not seen yet", engine=self.name, error=repr(error))
+        known = (self.data.get("verified"), self.data.get("released"))
+        is_new = state is EngineState.UNREACHABLE and self.incarnation not in known
+        return EngineState.STARTING if is_new else state
+
+    async def _first_gate(self) -> GateState:
+        try:
+            async with asyncio.timeout(_FIRST_LOOK_SECONDS_MAX):
+                return (await self.gate.observe(self.engine_id)).state
+        except (AgentError, OSError, TimeoutError) as error:
+            log.warning("a gate was not seen yet", engine=self.name, error=repr(error))
+            return GateState.UNKNOWN
+
     def report(self) -> None:
-        """Reports the engine if anything about it changed since the last report."""
+        """Reports the engine if it was looked at, and anything about it changed since the last report."""
+        if self._state is None:
+            return
         now = self.changed()
         if now != self._reported:
             self._reported = now

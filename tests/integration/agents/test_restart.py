@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from lull.agents.daemon import Daemon
 from lull.agents.protocol.loans import LoanState, LoanStep
 from lull.agents.protocol.policy import EnginePolicy
-from lull.agents.protocol.wire import EngineState, GateState, RestartEngine, SetPolicy, StopAttempt
+from lull.agents.protocol.wire import EngineChanged, EngineState, GateState, RestartEngine, SetPolicy, StopAttempt
 from tests.agent_node import EngineUnderTest, agent_node
 from tests.waiting import wait_until
 
@@ -115,6 +116,54 @@ async def test_an_idle_engine_is_adopted_with_its_gate_as_it_was(tmp_path: Path)
         assert node.keeper().incarnation == first
 
 
+async def test_an_engine_that_lives_is_never_told_as_gone_by_a_new_agent(tmp_path: Path) -> None:
+    """Neither by its registration nor by a report, idle or in the middle of a loan that nobody else touches."""
+    async with agent_node(tmp_path) as node:
+        await node.stop()
+        new = Daemon(node.settings)
+        try:
+            new.keepers[(await _told(new)).engine_id].report()
+            told = await _told(new)
+            assert (told.state, told.gate, told.verified) == (EngineState.RUNNING, GateState.OPEN, True)
+            assert told.device_bytes[new.keepers[told.engine_id].device_ids[0]] > 0
+            await new.keepers[told.engine_id].adapter.park(EnginePolicy(), 20)
+        finally:
+            await _let_go(new)
+        new = Daemon(node.settings)
+        try:
+            before = len(_reported(new))
+            for keeper in new.keepers.values():
+                keeper.report()
+            assert len(_reported(new)) == before, "nobody has looked yet"
+            told = await _told(new)
+            assert (told.state, told.verified) == (EngineState.PARKED, False)
+        finally:
+            await _let_go(new)
+        await node.start()
+        await node.ready()
+        assert "gone" not in [one["state"] for one in node.reports("engine_changed")]
+
+
+async def _told(daemon: Daemon) -> EngineChanged:
+    for keeper in daemon.keepers.values():
+        if keeper.process is not None:
+            keeper.process.adopt()
+    [declared] = (await daemon._make_register()).engines
+    return declared.engine
+
+
+def _reported(daemon: Daemon) -> list[object]:
+    return [one for one in daemon.journal.unsent(100_000) if one["report"]["kind"] == "engine_changed"]
+
+
+async def _let_go(daemon: Daemon) -> None:
+    """As when its process ends: nothing was started in it."""
+    await daemon.upstream.aclose()
+    daemon.node.spares.close()
+    daemon.journal.close()
+    daemon._lock.release()
+
+
 async def test_an_engine_that_dies_is_restarted_behind_a_closed_gate(tmp_path: Path) -> None:
     async with agent_node(tmp_path) as node:
         before = (await node.ask()).json()["choices"]
@@ -130,12 +179,12 @@ async def test_an_engine_that_dies_is_restarted_behind_a_closed_gate(tmp_path: P
 async def test_a_gateway_that_dies_comes_back_closed_and_is_opened_for_the_same_process(tmp_path: Path) -> None:
     async with agent_node(tmp_path) as node:
         keeper = node.keeper()
-        info = await node.daemon.gate.info()  # type: ignore[union-attr]
+        info = await node.daemon.gateway_gate.info()  # type: ignore[union-attr]
         os.kill(info.pid, signal.SIGKILL)
 
         async def open_again() -> bool:
             try:
-                found = await node.daemon.gate.info()  # type: ignore[union-attr]
+                found = await node.daemon.gateway_gate.info()  # type: ignore[union-attr]
                 return found.pid != info.pid and (await keeper.gate.observe(keeper.engine_id)).state is GateState.OPEN
             except Exception:
                 return False
