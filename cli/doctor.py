@@ -40,11 +40,12 @@ def doctor(
     # Here, so that `lull --help` is quick and works without the [agent] extra.
     from ..agents.doctor.checks import CHECKS
     from ..agents.doctor.examine import examine
+    from .up_given import filled_in
 
     with reported():
         given = global_options(context).under(GlobalOptions(output=output))
         form = OutputFormat.JSON if as_json else output_format(given, os.environ)
-    found = examine(config, CHECKS, public_url or ())
+    found = examine(config, CHECKS, public_url or (), filled_in(config))
     _tell(Output(form), config, found, show_all)
     code = _exit_code(found, strict=strict)
     if found.hanging:

@@ -29,14 +29,13 @@ from .context import Target, config_path, write_context
 from .exits import ExitCode, fail, reported
 from .quantities import parse_duration
 from .up_children import Child, Children, StopSignal
-from .up_files import UpPaths, UpRecord, default_agent_toml, put_back, read_record, write_record
+from .up_files import AGENT_FLAGS, UpPaths, UpRecord, default_agent_toml, put_back, read_record, write_record
 from .up_stop import UP_MARK, stop_everything, wait_gone
 
 SERVER_START_SECONDS_MAX: Final = 60.0
 ORPHAN_END_SECONDS_MAX: Final = 20.0
 CONTEXT_NAME: Final = "local"
 LULL: Final = (sys.executable, "-P", "-m", "lull.cli")
-_AGENT_FLAGS: Final = {"server_url": "--server", "token_file": "--token-file", "data_dir": "--data-dir"}
 
 
 def up(
@@ -149,7 +148,7 @@ def _children(paths: UpPaths, toml: Path, url: str, host: str, port: int) -> tup
     server_argv = [*LULL, "server", "--data-dir", str(paths.server_dir), "--host", host, "--port", str(port)]
     agent_argv = [*LULL, "agent", "--config", str(toml)]
     for key, value in _filled_in(paths, url).items():
-        agent_argv += [_AGENT_FLAGS[key], str(value)]
+        agent_argv += [AGENT_FLAGS[key], str(value)]
     return Child("server", server_argv, paths.log("server")), Child("agent", agent_argv, paths.log("agent"))
 
 

@@ -15,6 +15,7 @@ from .exits import ExitCode, fail
 
 DEVICE_SHARE_OF_MEMORY: Final = 4  # a quarter of what is available, where nobody says what to lend
 DEVICE_BYTES_MIN: Final = 256 << 20
+AGENT_FLAGS: Final = {"server_url": "--server", "token_file": "--token-file", "data_dir": "--data-dir"}
 
 
 class UpRecord(BaseModel):

@@ -21,11 +21,25 @@ def check_config(scene: Scene) -> list[Finding]:
             failed(line, "correct the file; docs/configuration.md has every key, --config names another file")
             for line in scene.config_error.splitlines()
         ]
-    settings = scene.settings
+    return [_judge_file(scene, scene.settings), *_judge_filled_in(scene)]
+
+
+def _judge_file(scene: Scene, settings: AgentSettings) -> Finding:
     counts = f"{len(settings.devices)} devices, {len(settings.engines)} engines"
     if not settings.devices:
-        return [warning(f"{scene.config}: no device, so nothing can be lent", "add [[devices]]")]
-    return [ok(f"{scene.config}: {counts}")]
+        return warning(f"{scene.config}: no device, so nothing can be lent", "add [[devices]]")
+    return ok(f"{scene.config}: {counts}")
+
+
+def _judge_filled_in(scene: Scene) -> list[Finding]:
+    given = scene.filled_in
+    if given.by:
+        return [ok(f"{', '.join(given.values)} as {given.by} fills them in")]
+    if given.assumed:
+        seen = f"{', '.join(sorted(given.assumed))}: left to `lull up`, which was not found to run with this file"
+        way = f"lull up --config {scene.config}; for `lull agent` alone, name them in the file"
+        return [warning(f"{seen}; what needs them is not looked at", way)]
+    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +97,8 @@ def key_files(settings: AgentSettings) -> Iterator[tuple[Path, str]]:
 
 def check_key_files(scene: Scene) -> list[Finding]:
     own_uid = os.geteuid()
-    found = [judge_key_file(look_at_key_file(path, field), own_uid) for path, field in key_files(scene.known)]
+    named = [(path, field) for path, field in key_files(scene.known) if field not in scene.filled_in.assumed]
+    found = [judge_key_file(look_at_key_file(path, field), own_uid) for path, field in named]
     return found or [not_applicable("no key file is named")]
 
 

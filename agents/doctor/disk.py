@@ -207,10 +207,14 @@ def check_agent(scene: Scene) -> list[Finding]:
 
 
 CHECKS = (
-    Check("agent", "node", "The agent runs.", check_agent),
-    Check("data_dir", "disk", "The data directory is there, writable and private.", check_data_dir),
-    Check("filesystem", "disk", "The data directory is on a local disk.", check_filesystem),
-    Check("flush", "disk", "A flush in the data directory works and is quick.", check_flush),
-    Check("disk_room", "disk", "The disk has room for the journal and for logs.", check_room),
-    Check("quarantine", "disk", "No device is quarantined, and the directory is no copy.", check_kept),
+    Check("agent", "node", "The agent runs.", check_agent, needs=("data_dir",)),
+    Check(
+        "data_dir", "disk", "The data directory is there, writable and private.", check_data_dir, needs=("data_dir",)
+    ),
+    Check("filesystem", "disk", "The data directory is on a local disk.", check_filesystem, needs=("data_dir",)),
+    Check("flush", "disk", "A flush in the data directory works and is quick.", check_flush, needs=("data_dir",)),
+    Check("disk_room", "disk", "The disk has room for the journal and for logs.", check_room, needs=("data_dir",)),
+    Check(
+        "quarantine", "disk", "No device is quarantined, and the directory is no copy.", check_kept, needs=("data_dir",)
+    ),
 )

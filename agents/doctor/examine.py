@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .findings import Finding, Status, failed, not_applicable, worst
-from .scene import Check, Scene, scene_of
+from .scene import Check, FilledIn, Scene, scene_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,9 @@ class _Asked:
     def _look(self) -> list[Finding]:
         if self.check.needs_settings and self._scene.settings is None:
             return [not_applicable("the configuration cannot be read")]
+        unknown = [key for key in self.check.needs if key in self._scene.filled_in.assumed]
+        if unknown:
+            return [not_applicable(f"{', '.join(unknown)}: left to `lull up`, which does not run with this file")]
         return self.check.run(self._scene)
 
     def findings(self) -> list[Finding] | None:
@@ -63,9 +66,11 @@ class _Asked:
         return self._findings
 
 
-def examine(config: Path, checks: Sequence[Check], public_urls: Sequence[str] = ()) -> Examined:
+def examine(
+    config: Path, checks: Sequence[Check], public_urls: Sequence[str] = (), filled_in: FilledIn | None = None
+) -> Examined:
     """Takes no longer than the longest bound of ``checks``."""
-    scene = scene_of(config, public_urls)
+    scene = scene_of(config, public_urls, filled_in)
     told: list[Told] = []
     hanging: list[str] = []
     for asked in [_Asked(check, scene) for check in checks]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,15 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class FilledIn:
+    """What takes the place of the file's own keys, and who says so; ``assumed``: keys for which nobody does."""
+
+    values: Mapping[str, str] = field(default_factory=dict[str, str])
+    by: str = ""
+    assumed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Scene:
     """``settings`` is None with a configuration that cannot be read; ``config_error`` then says what is wrong."""
 
@@ -30,6 +39,7 @@ class Scene:
     settings: AgentSettings | None
     config_error: str
     public_urls: tuple[str, ...] = ()  # where clients reach the engines, as the operator says
+    filled_in: FilledIn = field(default_factory=FilledIn)
     _lock: Lock = field(default_factory=Lock)
     _looks: dict[str, Future[Any]] = field(default_factory=dict[str, "Future[Any]"])
 
@@ -52,17 +62,20 @@ class Scene:
         return self.settings
 
 
-def scene_of(config: Path, public_urls: Sequence[str] = ()) -> Scene:
+def scene_of(config: Path, public_urls: Sequence[str] = (), filled_in: FilledIn | None = None) -> Scene:
+    filled_in = filled_in or FilledIn()
     try:
-        return Scene(config, load_toml(config, AgentSettings), "", tuple(public_urls))
-    except ConfigFileError as error:
-        return Scene(config, None, str(error), tuple(public_urls))
+        settings, error = load_toml(config, AgentSettings, filled_in.values), ""
+    except ConfigFileError as wrong:
+        settings, error = None, str(wrong)
+    return Scene(config, settings, error, tuple(public_urls), filled_in)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """``about``: one line for the list of checks. Its probe reads and asks, and changes nothing.
 
+    ``needs``: keys of the file without whose real values it says nothing.
     ``seconds_max``: after so long it counts as hanging, and the others are told without it.
     """
 
@@ -72,6 +85,7 @@ class Check:
     run: Callable[[Scene], list[Finding]]
     needs_settings: bool = True
     seconds_max: float = 15.0
+    needs: tuple[str, ...] = ()
 
 
 def read_identity(value: object) -> ProcessIdentity | None:

@@ -133,8 +133,10 @@ def check_versions(scene: Scene) -> list[Finding]:
 
 
 CHECKS = (
-    Check("server", "server", "The server answers and is ready.", check_server),
-    Check("token", "server", "The server takes the agent's token.", check_token),
-    Check("clock", "server", "The clocks of server and node agree.", check_clock),
-    Check("versions", "server", "Agent and server are of one version.", check_versions),
+    Check("server", "server", "The server answers and is ready.", check_server, needs=("server_url", "token_file")),
+    Check("token", "server", "The server takes the agent's token.", check_token, needs=("server_url", "token_file")),
+    Check("clock", "server", "The clocks of server and node agree.", check_clock, needs=("server_url", "token_file")),
+    Check(
+        "versions", "server", "Agent and server are of one version.", check_versions, needs=("server_url", "token_file")
+    ),
 )

@@ -176,8 +176,14 @@ def check_engine_binds(scene: Scene) -> list[Finding]:
 
 
 CHECKS = (
-    Check("gateway", "traffic", "The gateway answers on its control socket.", check_gateway),
-    Check("gateway_port", "traffic", "The gateway's port is free, or held by this node's gateway.", check_gateway_port),
+    Check("gateway", "traffic", "The gateway answers on its control socket.", check_gateway, needs=("data_dir",)),
+    Check(
+        "gateway_port",
+        "traffic",
+        "The gateway's port is free, or held by this node's gateway.",
+        check_gateway_port,
+        needs=("data_dir",),
+    ),
     Check("public_route", "traffic", "No control route can be asked where clients are.", check_public_route, False),
     Check("engine_bind", "traffic", "Engines listen on loopback only.", check_engine_binds),
 )
