@@ -1,7 +1,8 @@
 """Reports that the scheduler has not taken yet, in their order and by their numbers.
 
 Whatever says what was done stays until it is taken. Observations are many and the newest one counts: the oldest of
-them go when there are too many, and while the disk is short only the newest of each thing is kept, in memory.
+them go when there are too many. While the disk is short only the newest of each thing is kept, in memory, for as long
+as the one before it was not taken: the file then has one row of each at most, and a scheduler that listens hears all.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Outbox:
         # A power cut takes the newest of what was not flushed: their numbers are then given a second time.
         self.numbered_at_start = self._numbered()
         self._held_back: dict[tuple[str, str], tuple[float, Any]] = {}
+        self._last: dict[tuple[str, str], int] = {}  # the number of what was last written of each thing
         self._observations = self._count()  # at least as many as there are
 
     def _count(self) -> int:
@@ -64,25 +66,38 @@ class Outbox:
 
     def add(self, report: Any) -> None:
         of = _observed(report)
-        if of is not None and self._file.short:
+        if of is not None and self._file.short and self._waits(of):
             self._held_back[of] = (time.time(), report)
             return
         self._write(time.time(), report)
         if of is not None:
+            self._held_back.pop(of, None)
+            self._last[of] = self.newest()
             self._observations += 1
             if self._observations > self._observations_max:
                 self._drop_oldest()
+
+    def _waits(self, of: tuple[str, str]) -> bool:
+        """The last report of it was not taken yet."""
+        return self._last.get(of, 0) > self._acknowledged
 
     def _write(self, at: float, report: Any) -> None:
         self._file.write("INSERT INTO outbox (at, report) VALUES (?, ?)", (at, _REPORT.dump_json(report).decode()))
 
     def write_held_back(self) -> None:
         """What was observed while the disk was short."""
-        held, self._held_back = self._held_back, {}
+        self._write_these(list(self._held_back))
+
+    def _write_these(self, things: list[tuple[str, str]]) -> None:
+        if not things:
+            return
         with self._file.together():
-            for at, report in held.values():
-                self._write(at, report)
-        self._observations += len(held)
+            for of in things:
+                self._write(*self._held_back[of])
+                self._last[of] = self.newest()
+        for of in things:
+            del self._held_back[of]
+        self._observations += len(things)
 
     def _drop_oldest(self) -> None:
         """Down to a hundredth below the bound, so that it is rarely done."""
@@ -123,6 +138,7 @@ class Outbox:
         with self._file.together():
             self._file.write("DELETE FROM outbox WHERE id <= ?", (number,))
             self._raise_mark("acknowledged", number)
+        self._write_these([of for of in self._held_back if not self._waits(of)])
 
     def newest(self) -> int:
         """The id of the newest report that was not acknowledged; 0 if there is none."""

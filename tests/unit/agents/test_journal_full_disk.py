@@ -54,6 +54,30 @@ def observed(kind: OccupancyKind) -> OccupancyChanged:
     return OccupancyChanged(device_id="d", occupancy=kind)
 
 
+def occupancies(journal: Journal) -> list[str]:
+    seen = [one["report"] for one in journal.unsent(1000)]
+    return [one["occupancy"] for one in seen if one["kind"] == "occupancy_changed"]
+
+
+def test_a_full_disk_keeps_no_observation_from_a_scheduler_that_listens(disk: SmallDisk) -> None:
+    """One row of each thing at most; what is newer follows as soon as that one was taken, with the disk as full."""
+    journal = opened(disk)
+    accept(journal)
+    disk.fill()
+    fill_with_steps(journal, 20)
+    for kind in (OccupancyKind.WAKING, OccupancyKind.SERVING, OccupancyKind.IDLE):
+        journal.report(observed(kind))
+    assert occupancies(journal) == ["waking"]
+    journal.acknowledge(journal.newest_report())
+    assert occupancies(journal) == ["idle"]
+    journal.acknowledge(journal.newest_report())
+    assert occupancies(journal) == []
+    journal.report(observed(OccupancyKind.SERVING))
+    assert occupancies(journal) == ["serving"]
+    assert journal.short
+    journal.close()
+
+
 def test_steps_go_into_the_reserve_and_observations_wait(disk: SmallDisk) -> None:
     journal = opened(disk)
     accept(journal)
@@ -64,7 +88,7 @@ def test_steps_go_into_the_reserve_and_observations_wait(disk: SmallDisk) -> Non
     assert not journal.in_memory
     journal.report(observed(OccupancyKind.WAKING))
     journal.report(observed(OccupancyKind.IDLE))
-    assert "occupancy_changed" not in [one["report"]["kind"] for one in journal.unsent(1000)]
+    assert occupancies(journal) == ["waking"]
     assert not journal.mend()
     journal.close()
     again = opened(disk)
@@ -84,8 +108,7 @@ def test_with_room_again_the_reserve_is_back_and_the_newest_observation_is_told(
     assert journal.mend()
     assert not journal.short
     assert (disk.path / "reserve").stat().st_size == MIB
-    seen = [one["report"] for one in journal.unsent(1000) if one["report"]["kind"] == "occupancy_changed"]
-    assert [one["occupancy"] for one in seen] == ["idle"]
+    assert occupancies(journal) == ["waking", "idle"]
     journal.close()
 
 
