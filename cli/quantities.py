@@ -7,7 +7,7 @@ from typing import Final
 
 from ..agents.protocol import sizes
 
-_DURATION_PART: Final = re.compile(r"(\d+(?:\.\d+)?)(d|h|m|s)")
+_DURATION_PART: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(d|h|m|s)")
 _SECONDS: Final = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 DURATION_SECONDS_MAX: Final = 10 * 365 * 86400.0
 
@@ -23,15 +23,17 @@ def parse_size(text: str) -> int:
 def parse_duration(text: str) -> float:
     """Seconds of `2h`, `30m`, `90s`, `1h30m`, `1d`, `45` (seconds). ValueError says what is wrong."""
     cleaned = text.strip().lower()
-    if re.fullmatch(r"\d+(\.\d+)?", cleaned):
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", cleaned):
         seconds = float(cleaned)
     else:
         parts = _DURATION_PART.findall(cleaned)
         if not parts or "".join(number + unit for number, unit in parts) != cleaned:
             raise ValueError(f"{text!r} is no duration; write for example 2h, 30m, 90s or 1h30m")
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
-    if not 0 < seconds <= DURATION_SECONDS_MAX:
-        raise ValueError(f"{text!r} has to be more than 0 and at most ten years")
+    if seconds == 0:
+        raise ValueError(f"{text!r} has to be more than 0")
+    if seconds > DURATION_SECONDS_MAX:
+        raise ValueError(f"{text!r} is more than ten years")
     return seconds
 
 

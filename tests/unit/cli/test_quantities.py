@@ -54,9 +54,9 @@ def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "h", "2 hours", "1h-", "-5s", "0", "0s", "1h30", "99999d"])
+@pytest.mark.parametrize("text", ["", "h", "2 hours", "1h-", "-5s", "0", "0s", "1h30", "99999d", "\u0663h", "\u0663"])
 def test_no_duration(text: str) -> None:
-    with pytest.raises(ValueError, match=r"duration|more than 0"):
+    with pytest.raises(ValueError, match=r"duration|more than 0|ten years"):
         parse_duration(text)
 
 
