@@ -288,8 +288,9 @@ async def _park_engine(loan: Loan, engine: EngineKeeper) -> None:
         loan.step(LoanStep.PARK_SENT, engine, data={"tags": tags, "device_bytes": engine.device_bytes})
         seen, said = await ask_to_park(engine, policy, late)
     else:
-        seen, said = await parked_or_not(engine, policy, "", late), ""
+        said = "the agent that asked it ended before its answer came, and it runs"
+        seen = await parked_or_not(engine, policy, "", late)
     if seen.state is EngineState.RUNNING:
-        sentence = f"engine {engine.name} did not park: {said or 'no reason'}"
+        sentence = f"engine {engine.name} did not park: {said or 'it said yes, and runs'}"
         raise Refused(LoanEvent.PARK_REFUSED, "ParkRefused", sentence)
     loan.step(LoanStep.PARKED_SEEN, engine, data={"parked_tags": list(seen.parked_tags)})

@@ -14,6 +14,7 @@ from . import loan_plan
 from .equal_samples import EqualSamples
 from .loan_plan import AGREES_SHARE, NOTHING_SHARE
 from .loan_release import foreign_words
+from .loan_without_job import SENTENCES
 from .probe import DeviceFacts, why_absent
 from .protocol.loans import LoanEvent, LoanStep
 from .protocol.wire import EngineState, Reason
@@ -75,7 +76,9 @@ def _is_broken_off(loan: Loan) -> bool:
     if left is not None and left <= 0:
         loan.recall(loan.deadline_reason)
     if loan.recalled:
-        _back_to_waking(loan, loan.recall_event(), Reason(code=loan.recall_reason or "Recalled", sentence="recalled"))
+        code = loan.recall_reason or "Recalled"
+        sentence = f"its engines were woken before their memory was proved free: {SENTENCES.get(code, code)}"
+        _back_to_waking(loan, loan.recall_event(), Reason(code=code, sentence=sentence))
     return loan.recalled
 
 

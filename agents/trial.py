@@ -122,7 +122,7 @@ async def _park_and_wake(engine: EngineHand, policy: EnginePolicy, before: Facts
     began = boottime()
     seen, said = await ask_to_park(engine, policy, lambda reason: None)
     if seen.state is EngineState.RUNNING:
-        engine.parks.went_wrong(modes, f"it did not park: {said or 'no reason'}")
+        engine.parks.went_wrong(modes, f"it did not park: {said or 'it said yes, and runs'}")
     else:
         facts = await _until_still(engine, policy, before)
         if facts is None:

@@ -18,7 +18,8 @@ from lull.agents.engines.base import Answer
 from lull.agents.engines.http_call import call
 from lull.agents.errors import CanaryFailed, EngineLost, EngineTimedOut, EngineUnreachable
 from lull.agents.processes import find_by_environ
-from lull.agents.protocol.loans import LoanStep
+from lull.agents.protocol.loans import LoanState, LoanStep
+from lull.agents.protocol.parking import FOR_OVER
 from lull.agents.protocol.policy import CanaryPolicy, EnginePolicy
 from lull.agents.protocol.wire import AttemptEnd, EngineState, GateState, RecallLoan, RestartEngine, SetPolicy
 from lull.agents.upstream import read_order, read_registered
@@ -318,3 +319,16 @@ async def test_an_engine_that_could_not_be_asked_is_not_condemned(tmp_path: Path
         assert keeper.incarnation == first
         assert (await node.ask()).status_code == 200
         assert "wake_corrupt" not in alerts(node)
+
+
+async def test_a_loan_that_ends_while_it_settles_says_why(tmp_path: Path) -> None:
+    slow = EngineUnderTest(policy={"settle_samples": 100, "settle_seconds_max": 60})
+    async with agent_node(tmp_path, slow) as node:
+        await node.open_loan(node.job(["true"]))
+        await node.until(lambda: node.state() is LoanState.SETTLING, "the loan settles")
+        node.loan().recall(FOR_OVER)
+        await node.until_closed()
+        reason = node.last_reason()
+        assert reason is not None
+        assert reason["code"] == FOR_OVER
+        assert "the time is over for which an operator parked the engine" in reason["sentence"]

@@ -101,6 +101,10 @@ async def test_an_agent_that_dies_right_after_a_step(tmp_path: Path, after: Loan
         assert end is not None
         ran = runs.read_text().count("ran") if runs.exists() else 0
         assert ran == (1 if end["end"] == "exited" else 0), end
+        if after is LoanStep.PARK_SENT:  # and before the call
+            reason = node.last_reason()
+            assert reason is not None
+            assert "did not park: the agent that asked it ended before its answer came" in reason["sentence"]
         await node.ready()
         assert (await node.ask()).json()["choices"] == before
         assert all(line["state"] == "running" for line in node.witness())
