@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -22,7 +23,7 @@ class Written(BaseModel):
 
 
 def _each(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else [value]
+    return list(cast("Sequence[Any]", value)) if isinstance(value, list) else [value]
 
 
 def _kinds(annotation: Any) -> set[Any]:
