@@ -25,7 +25,7 @@ from ..agents.protocol.wire import ProcessIdentity
 from ..agents.settings import AgentSettings
 from ..api.auth import TokenFileError, read_token
 from ..api.client import Client, ClientError
-from .context import Target, config_path, write_context
+from .context import Target, config_path, read_config, write_context
 from .exits import ExitCode, fail, reported
 from .quantities import parse_duration
 from .up_children import Child, Children, StopSignal
@@ -88,7 +88,7 @@ def run_up(paths: UpPaths, config: Path | None, host: str, port: int) -> None:
             children.start(server)
             _await_server(children, server, stop, url, paths)
             if not stop.requested:
-                write_context(config_path(), CONTEXT_NAME, Target(url, paths.token_file))
+                point_context(config_path(), Target(url, paths.token_file))
                 _say_if_taken(settings.gateway.listen, GatewayGate(paths.agent_dir / "gateway.sock"))
                 children.start(agent)
                 say(f"API at {url}, token in {paths.token_file}, context {CONTEXT_NAME!r} in {config_path()}")
@@ -98,6 +98,15 @@ def run_up(paths: UpPaths, config: Path | None, host: str, port: int) -> None:
             if agent.started_at == 0.0:  # nothing new that a later `--stop` would have to end
                 put_back(paths, earlier)
     say("ended; engines, gateway and jobs go on" if not paths.stopping.exists() else "ended")
+
+
+def point_context(path: Path, target: Target) -> None:
+    """The context is the newest box's; whoever works with another one should know how to reach that."""
+    before = read_config(path).get("contexts", {}).get(CONTEXT_NAME, {})
+    write_context(path, CONTEXT_NAME, target)
+    if before.get("server", target.server) != target.server:
+        flags = f"--server {before['server']} --token-file {before.get('token_file', 'FILE')}"
+        say(f"context {CONTEXT_NAME!r} was the one of {before['server']}, which is reached by {flags} now")
 
 
 def agent_config(paths: UpPaths, config: Path | None, url: str) -> Path:
