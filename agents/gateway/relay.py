@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 
 _REFUSAL_TEXT: Final[Mapping[Refusal, str]] = {
     Refusal.GATE_REFUSES: "The engine takes no requests now; its policy is to refuse them meanwhile.",
-    Refusal.HOLD_FULL: "The engine takes no requests now, and as many requests as its policy allows wait for it already.",
+    Refusal.HOLD_FULL: "The engine takes no requests now, and as many as its policy allows wait already.",
     Refusal.HOLD_DEADLINE: "The engine did not come back within the time that its policy lets a request wait.",
-    Refusal.OPENS_TOO_LATE: "The engine takes no requests now and is expected back later than its policy lets a request wait.",
+    Refusal.OPENS_TOO_LATE: "The engine takes no requests now and is expected later than its policy lets one wait.",
     Refusal.ROUTE_REMOVED: "The engine was taken out of this gateway.",
     Refusal.STOPPING: "The gateway is stopping.",
 }
