@@ -101,7 +101,8 @@ class Daemon:
             self._add_keeper(engine)
         self.loans: dict[str, Loan] = {}
         behind_gateway = {key: keeper for key, keeper in self.keepers.items() if keeper.settings.needs_gateway}
-        self.gateway = GatewayKeeper(self.node, self.gateway_gate, paths, behind_gateway)
+        is_needed = bool(behind_gateway) or not self.keepers  # with no engine yet it may as well be there
+        self.gateway = GatewayKeeper(self.node, self.gateway_gate, paths, behind_gateway, is_needed=is_needed)
         self.gates = GateWatch(self.gateway_gate, self.keepers)
         self.watch = Watch(self.node, self.gates, self.keepers, self.loans, self.loan_on)
         self.node.on_change = self.watch.look_soon

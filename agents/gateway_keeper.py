@@ -30,21 +30,30 @@ _KILL_SECONDS_MAX: Final = 10.0
 
 
 class GatewayKeeper:
-    """``keepers``: the engines whose requests go or wait there; routes of others are forgotten. Without any, no gateway
-    is started, and one that an earlier configuration left is ended: its routes lead past the gates of now."""
+    """``keepers``: the engines whose requests go or wait there; routes of others are forgotten. Unless it ``is_needed``
+    none is started, and one that an earlier configuration left is ended: its routes lead past the gates of now."""
 
-    def __init__(self, node: Node, gate: GatewayGate, paths: GatewayPaths, keepers: Mapping[str, EngineKeeper]) -> None:
+    def __init__(
+        self,
+        node: Node,
+        gate: GatewayGate,
+        paths: GatewayPaths,
+        keepers: Mapping[str, EngineKeeper],
+        *,
+        is_needed: bool,
+    ) -> None:
         self._node = node
         self._gate = gate
         self._paths = paths
         self._keepers = keepers
+        self._is_needed = is_needed
         self._listen = node.settings.gateway.listen
         self.is_down = False
         self._routes_cleared = False
 
     async def ensure(self) -> bool:
         """Takes over the gateway that runs or starts one; False, with an alert at first, if there is none."""
-        if not self._keepers:
+        if not self._is_needed:
             await self._end_unneeded()
             return True
         try:
@@ -91,7 +100,7 @@ class GatewayKeeper:
 
     async def run(self) -> None:
         """Until cancelled, or at once where none is needed."""
-        if not self._keepers:
+        if not self._is_needed:
             return
         pause = _PAUSE_SECONDS_FIRST
         while True:

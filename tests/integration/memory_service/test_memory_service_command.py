@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ from lull.vmm.service.holdings import Limits
 from lull.vmm.service.pool import Piece, ServicePool
 from tests.memory_services import MIB, host_service
 from tests.waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _log_kept() -> Iterator[None]:
+    """The command sets up the log of its process, which is the tests' own here."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
 
 
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], socket_path: Path, device: str | None = None) -> str:
