@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -90,8 +91,10 @@ class Rig:
         self.key_file.chmod(0o600)
         self.port = free_port()
         self.settings = self.settings_at(self.port)
+        # Its own mark: an engine's process is ended by it, also what another test run at the same time has started.
+        mark = f"contract-{kind.name}-{uuid.uuid4().hex[:8]}"
         self.process = EngineProcess(
-            root / "engine", f"contract-{kind.name}", self.settings, cuda_visible=gpu_uuid(0) if kind.on_cuda else ""
+            root / "engine", mark, self.settings, cuda_visible=gpu_uuid(0) if kind.on_cuda else ""
         )
         (root / "faults.json").write_text("[]")
 
