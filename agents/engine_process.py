@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Final
 
 from .node_files import read_json, replace_json
-from .processes import descendants, find_by_environ, identity, is_same, read_stat, send_signal, wait_exited
+from .processes import (
+    descendants,
+    find_by_environ,
+    find_started,
+    identity,
+    is_same,
+    read_stat,
+    send_signal,
+    wait_exited,
+)
 from .protocol.policy import EnginePolicy
 from .protocol.wire import ProcessIdentity
 from .settings import MEMORY_SERVICE_FLAGS, RESTORE_MODE_FLAGS, EngineSettings
@@ -67,6 +76,7 @@ class EngineProcess:
         self._engine_id = engine_id
         self._child: subprocess.Popen[bytes] | None = None
         self.process: ProcessIdentity | None = None
+        self._leader: ProcessIdentity | None = None  # the last one: its session may outlive it
         self.restore_modes: dict[str, str] = {}  # that it was started with
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -76,14 +86,14 @@ class EngineProcess:
         known = None
         if value:
             self.restore_modes = dict(value["restore_modes"])
-            known = ProcessIdentity.model_validate(value["process"])
+            self._leader = known = ProcessIdentity.model_validate(value["process"])
         if known is not None and is_same(known):
             self.process = known
             return True
         for pid in find_by_environ(ENGINE_MARK, self._engine_id):
             stat = read_stat(pid)
             if stat is not None and stat.session == pid:
-                self.process = identity(pid)
+                self._leader = self.process = identity(pid)
         return self.process is not None
 
     @property
@@ -94,11 +104,12 @@ class EngineProcess:
 
     def pids(self) -> set[int]:
         """Its own pid and those of its descendants, of which some may outlive it."""
-        if self.process is None:
-            return set()
-        if not self.alive:
-            return set(find_by_environ(ENGINE_MARK, self._engine_id))
-        return {self.process.pid, *descendants(self.process.pid)}
+        if self.process is not None and self.alive:
+            return {self.process.pid, *descendants(self.process.pid)}
+        return set() if self._leader is None else {left.pid for left in self._left()}
+
+    def _left(self) -> list[ProcessIdentity]:
+        return find_started(ENGINE_MARK, self._engine_id, self._leader)
 
     def start(self, policy: EnginePolicy) -> ProcessIdentity:
         """Starts it with the flags of ``policy``. Raises OSError; RuntimeError if it runs."""
@@ -117,7 +128,7 @@ class EngineProcess:
             )
         finally:
             os.close(log)
-        self.process = identity(self._child.pid)
+        self._leader = self.process = identity(self._child.pid)
         if self.process is None:
             raise OSError(f"{self._command[0]} ended at once with code {self._child.wait(5)}; see {self.log_path}")
         self.restore_modes = {tag: str(mode) for tag, mode in policy.restore_modes.items()}
@@ -151,10 +162,7 @@ class EngineProcess:
             if not await wait_exited(process, seconds_max):
                 send_signal(process, signal.SIGKILL)
             await wait_exited(process, _KILL_SECONDS_MAX)
-        for pid in find_by_environ(ENGINE_MARK, self._engine_id):
-            known = identity(pid)
-            if known is not None and known not in left:
-                left.append(known)
+        left += [known for known in self._left() if known not in left]
         for known in left:
             if known != process:
                 send_signal(known, signal.SIGKILL)
@@ -164,7 +172,7 @@ class EngineProcess:
         if self._child is not None:
             await asyncio.to_thread(self._child.wait, _KILL_SECONDS_MAX)
             self._child = None
-        self.process = None
+        self.process = self._leader = None
 
     async def wait_gone(self, seconds_max: float) -> bool:
         """True as soon as the process is gone; False after ``seconds_max``."""

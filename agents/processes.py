@@ -215,16 +215,22 @@ def find_by_environ(name: str, value: str) -> list[int]:
 
 
 def find_leftovers(attempt_id: str, job: ProcessIdentity | None) -> list[ProcessIdentity]:
-    """Live processes of an attempt whose runner is gone: by environment, by the job's session, and what is below them.
+    """Live processes of an attempt whose runner is gone."""
+    return find_started("LULL_ATTEMPT", attempt_id, job)
 
-    The number of a session stays taken while a member lives. So a process that bears the job's pid without being the
-    job proves that the session was empty at some time: then its members are strangers.
+
+def find_started(name: str, value: str, leader: ProcessIdentity | None) -> list[ProcessIdentity]:
+    """Live processes of what was started with ``name=value`` in a session of its own: by their environment, which a
+    program that sets its title may have written over; by the session of ``leader``; and what is below them.
+
+    The number of a session stays taken while a member lives. So a process that bears the leader's pid without being the
+    leader proves that the session was empty at some time: then its members are strangers.
     """
     table = [stat for stat in all_processes() if not stat.is_zombie]
-    found = {stat.pid: stat for stat in table if environ_value(stat.pid, "LULL_ATTEMPT") == attempt_id}
-    if job is not None and job.boot_id == boot_id() and start_ticks(job.pid) in (None, job.start_ticks):
+    found = {stat.pid: stat for stat in table if environ_value(stat.pid, name) == value}
+    if leader is not None and leader.boot_id == boot_id() and start_ticks(leader.pid) in (None, leader.start_ticks):
         for stat in table:
-            if stat.session == job.pid and stat.start_ticks >= job.start_ticks:
+            if stat.session == leader.pid and stat.start_ticks >= leader.start_ticks:
                 found[stat.pid] = stat
     for stat in _below(set(found), table):
         found[stat.pid] = stat
