@@ -120,6 +120,8 @@ class ClientConnection(RequestConnection):
         assert ticket is not None
         assert self._head is not None
         self._hold_timer = None
+        if ticket.state is not TicketState.HELD:
+            return  # it changed in this turn, and `_on_change` has it: going twice would send the request twice
         ticket.gate.expire(ticket, time.monotonic())
         if ticket.state is not TicketState.HELD:
             self._proceed(ticket)

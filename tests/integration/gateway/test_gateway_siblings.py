@@ -211,3 +211,20 @@ async def test_the_model_is_listed_once(pair: Pair) -> None:
     async with pair.world.client.get(f"{pair.world.url}/v1/models") as answer:
         assert [entry["id"] for entry in (await answer.json())["data"]] == ["m", "one", "two"]
     assert (await pair.view("e2")).state is GateState.OPEN
+
+
+async def test_a_timer_that_fires_in_the_turn_of_the_opening_sends_nothing_twice(pair: Pair) -> None:
+    """Both find the request admitted: the opening, which tells it in the next turn, and the timer of its comments."""
+    await pair.close("e1")
+    await pair.close("e2")
+    asking = [pair.world.ask(n=n) for n in range(3)]
+    await pair.seen("e1", "held", 3)
+    relay = pair.world.gateway.relay
+    waiting = [connection for connection in relay.connections if connection._hold_timer is not None]
+    assert len(waiting) == 3
+    relay.routes.get("e2").open()
+    for connection in waiting:
+        connection._hold_timer.cancel()
+        connection._on_hold_timer()
+    assert {status for status, _, _ in await asyncio.gather(*asking)} == {200}
+    assert sorted(pair.other.bodies("n")) == [0, 1, 2]
