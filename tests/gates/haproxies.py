@@ -8,6 +8,7 @@ import socket
 import subprocess
 from pathlib import Path
 
+from tests.frozen import freeze
 from tests.waiting import wait_until
 
 PROGRAM = shutil.which("haproxy") or "/usr/sbin/haproxy"
@@ -112,14 +113,8 @@ class Haproxy:
 
     def freeze(self) -> None:
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-        threads = Path(f"/proc/{self._process.pid}/task")
-        wait_until(lambda: all(_is_stopped(thread) for thread in threads.iterdir()), 10, "all its threads stand still")
+        freeze(self._process.pid)
 
     def thaw(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
-
-
-def _is_stopped(thread: Path) -> bool:
-    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"

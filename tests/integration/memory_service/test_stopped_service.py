@@ -15,6 +15,7 @@ from lull.vmm.service import client
 from lull.vmm.service.errors import LockTimeout, ServiceUnavailable
 from lull.vmm.service.pool import Piece
 from lull.vmm.service.state import Lock
+from tests.frozen import freeze
 from tests.integration.memory_service.conftest import World
 from tests.memory_clients import TAG
 from tests.memory_services import MIB
@@ -30,7 +31,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def stopped(world: World) -> Iterator[None]:
-    os.kill(world.service.pid, signal.SIGSTOP)
+    freeze(world.service.pid)
     try:
         yield
     finally:
