@@ -158,6 +158,7 @@ class Admission:
         """Refuses the ticket if it is held here and its time is over."""
         if ticket.state is TicketState.HELD and ticket.siblings.seconds_left(ticket, now) <= 0:
             self._refuse(ticket, Refusal.HOLD_DEADLINE)
+            ticket.on_change()
 
     def give_up_held(self, reason: Refusal) -> None:
         """What is held here waits at a sibling instead, or is refused."""

@@ -120,12 +120,9 @@ class ClientConnection(RequestConnection):
         assert ticket is not None
         assert self._head is not None
         self._hold_timer = None
-        if ticket.state is not TicketState.HELD:
-            return  # it changed in this turn, and `_on_change` has it: going twice would send the request twice
         ticket.gate.expire(ticket, time.monotonic())
         if ticket.state is not TicketState.HELD:
-            self._proceed(ticket)
-            return
+            return  # now, or earlier in this turn: `_on_change` has been told, and acting here too would send it twice
         if self._asked is not None and self._asked[1]:
             if not self._begun:
                 self._begun, self._reframe = True, self._head.is_http11

@@ -28,6 +28,8 @@ class Gates(RuleBasedStateMachine):
         self.now = 0.0
         self.tickets: list[Ticket] = []
         self.admitted: set[Ticket] = set()
+        self.told: list[int] = []  # of each ticket, how often its change was told
+        self.held_first: set[Ticket] = set()
 
     def _look(self) -> None:
         for ticket in self.tickets:
@@ -40,8 +42,17 @@ class Gates(RuleBasedStateMachine):
         siblings = self.models[model]
         was_open = any(gate.is_open for gate in siblings.gates)
         in_flight = {gate: gate.in_flight for gate in siblings.gates if gate.is_open and not gate.held}
-        ticket = siblings.arrive(self.now, self._look, patient=patient)
+        number = len(self.told)
+        self.told.append(0)
+
+        def tell() -> None:
+            self.told[number] += 1
+            self._look()
+
+        ticket = siblings.arrive(self.now, tell, patient=patient)
         self.tickets.append(ticket)
+        if ticket.state is TicketState.HELD:
+            self.held_first.add(ticket)
         if was_open:
             assert ticket.state is not TicketState.REFUSED
         if in_flight:
@@ -114,6 +125,14 @@ class Gates(RuleBasedStateMachine):
         self._look()
         if not gates:
             self.models[0] = Siblings(self.gates)
+
+    @invariant()
+    def who_was_held_is_told_once_of_whatever_became_of_it(self) -> None:
+        """Whoever is told sends the request or answers it: twice is as bad as never."""
+        for ticket, told in zip(self.tickets, self.told, strict=True):
+            assert told <= (ticket in self.held_first)
+            if ticket in self.held_first and ticket.state in (TicketState.ADMITTED, TicketState.REFUSED):
+                assert told == 1
 
     @invariant()
     def counts_agree(self) -> None:

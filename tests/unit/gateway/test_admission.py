@@ -100,6 +100,7 @@ def test_hold_deadline() -> None:
     assert ticket.state is TicketState.HELD
     door.admission.expire(ticket, 15.0)
     assert ticket.refusal is Refusal.HOLD_DEADLINE
+    assert door.told == [0], "as of every other change"
     assert door.admission.held == 0
     door.admission.open()
     assert door.admission.in_flight == 0
