@@ -7,50 +7,23 @@ it first uses cuda-python. The first use of a state folder fixes the number and 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from tests.compiled import shared_library
+
 GRANULE_BYTES = 64 << 10  # of the fake; a real device's is 2 MiB
 KINDS = ("handles", "mappings", "reservations", "registrations", "streams", "events")
 _SOURCES = Path(__file__).parent
-_FLAGS = (
-    "-std=gnu11",
-    "-O1",
-    "-g",
-    "-fPIC",
-    "-shared",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-pthread",
-)
 _NAME = "libcuda.so.1"
 
 
 @cache
 def build() -> Path:
-    """The folder of the library. Compiled once per source and flags on this machine, by whoever comes first."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    assert compiler, "the fake CUDA driver needs a C compiler; install gcc"
-    sources = sorted(_SOURCES.glob("*.c"))
-    content = b"".join(path.read_bytes() for path in sorted(_SOURCES.glob("*.[ch]"))) + " ".join(_FLAGS).encode()
-    folder = Path(tempfile.gettempdir()) / f"lull-fake-cuda-{os.getuid()}-{hashlib.sha256(content).hexdigest()[:16]}"
-    if not (folder / _NAME).exists():
-        folder.mkdir(mode=0o700, exist_ok=True)
-        draft = folder / f"{_NAME}.{os.getpid()}"
-        command = [compiler, *_FLAGS, f"-Wl,-soname,{_NAME}", "-o", str(draft), *map(str, sources)]
-        compiled = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert compiled.returncode == 0, compiled.stderr
-        draft.replace(folder / _NAME)
-    return folder
+    """The folder of the library."""
+    return shared_library(_NAME, sorted(_SOURCES.glob("*.c")), sorted(_SOURCES.glob("*.h")))
 
 
 def environment(

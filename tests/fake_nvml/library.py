@@ -7,46 +7,22 @@ folder. A process gets it by the environment before it starts, or by `load` befo
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
+from tests.compiled import shared_library
+
 GPU_IS_LOST, NOT_SUPPORTED, LIB_RM_VERSION_MISMATCH = 15, 3, 18
-_SOURCES = (Path(__file__).parent / "nvml.c", Path(__file__).parents[1] / "fake_cuda" / "budget.h")
-_FLAGS = (
-    "-std=gnu11",
-    "-O1",
-    "-g",
-    "-fPIC",
-    "-shared",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-pthread",
-)
+_SOURCES = (Path(__file__).parent / "nvml.c",)
+_HEADERS = (Path(__file__).parents[1] / "fake_cuda" / "budget.h",)
 _NAME = "libnvidia-ml.so.1"
 
 
 @cache
 def build() -> Path:
-    """The folder of the library. Compiled once per source and flags on this machine, by whoever comes first."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    assert compiler, "the fake NVML needs a C compiler; install gcc"
-    content = b"".join(path.read_bytes() for path in _SOURCES) + " ".join(_FLAGS).encode()
-    folder = Path(tempfile.gettempdir()) / f"lull-fake-nvml-{os.getuid()}-{hashlib.sha256(content).hexdigest()[:16]}"
-    if not (folder / _NAME).exists():
-        folder.mkdir(mode=0o700, exist_ok=True)
-        draft = folder / f"{_NAME}.{os.getpid()}"
-        command = [compiler, *_FLAGS, f"-Wl,-soname,{_NAME}", "-o", str(draft), str(_SOURCES[0])]
-        compiled = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert compiled.returncode == 0, compiled.stderr
-        draft.replace(folder / _NAME)
-    return folder
+    """The folder of the library."""
+    return shared_library(_NAME, _SOURCES, _HEADERS)
 
 
 def gpu_uuid(number: int, *, is_slice: bool = False) -> str:
