@@ -16,7 +16,15 @@ import structlog
 from . import canary
 from .engine_body import EngineBody
 from .engines.base import Answer, Observation
-from .errors import AgentError, CanaryFailed, EngineLost, EngineRefused, EngineTimedOut, EngineUnreachable
+from .errors import (
+    AgentError,
+    CanaryFailed,
+    EngineAuthRefused,
+    EngineLost,
+    EngineRefused,
+    EngineTimedOut,
+    EngineUnreachable,
+)
 from .gates.base import ClosedTerms
 from .node import SharedPool
 from .probe import DeviceFacts
@@ -28,6 +36,7 @@ from .protocol.wire import EngineChanged, EngineState, GateState
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS_FIRST: Final = 0.02
+CLOCK_SKEW_SECONDS_MAX: Final = 60.0  # a signed call is good for 300 s; more is no accident
 POLL_SECONDS_MAX: Final = 1.0  # a signed status costs a nonce for 301 s
 _BACK_OFF_SECONDS_MAX: Final = 60.0
 _BYTES_BACK_SHARE: Final = 0.95
@@ -256,15 +265,14 @@ class EngineHand(EngineBody):
             raise CanaryFailed(text, timed_out=True) from error
         except EngineRefused as error:
             raise CanaryFailed(f"engine {self.name} refused the canary: {error}") from error
-        except AgentError as error:
-            unasked = isinstance(error, EngineUnreachable) or isinstance(error.__cause__, OSError)  # no key to ask with
+        except (EngineUnreachable, EngineAuthRefused) as error:  # not reached, or not with this key
             text = f"engine {self.name} could not be asked the canary: {error}"
-            raise CanaryFailed(text, unasked=unasked) from error
+            raise CanaryFailed(text, unasked=True) from error
 
     async def verify(self, step: StepSink, policy: EnginePolicy | None = None, *, take_golden: bool = False) -> None:
         """The canary is right: this process is written down as verified.
 
-        CanaryFailed condemns it, unless nothing reached it: then it is asked again, its gate closed.
+        CanaryFailed condemns it, unless it was not asked: then it is asked again, its gate closed.
         """
         asked = self.incarnation
         try:

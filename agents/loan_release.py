@@ -7,12 +7,13 @@ recall is only marked, and waking begins once the engine says parked.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from ..vmm.tags import KEEPS_CONTENTS
 from . import loan_plan
+from .engine_hand import CLOCK_SKEW_SECONDS_MAX
 from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
 from .engine_park import ask_to_park, parked_or_not
 from .errors import AgentError, CanaryFailed, EngineLost
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from .loan import Loan
 
 log = structlog.get_logger(__name__)
-
-CLOCK_SKEW_SECONDS_MAX: Final = 60.0
 
 
 class Refused(Exception):
@@ -201,6 +200,8 @@ async def _drain_engine(loan: Loan, engine: EngineKeeper) -> LoanEvent:
     except CanaryFailed as error:
         if engine.process_identity is None:
             raise EngineLost(f"engine {engine.name} ended while it was drained") from error
+        if error.unasked:  # no answer is not a wrong one
+            raise Refused(LoanEvent.PREFLIGHT_REFUSED, "EngineNotReady", str(error)) from error
         raise Refused(LoanEvent.GOLDEN_WRONG, "GoldenWrong", str(error)) from error
     counted_by = engine.gate.counted_by
     loan.step(LoanStep.IN_FLIGHT_ZERO, engine, data={"canary_seconds": boottime() - asked, "counted_by": counted_by})

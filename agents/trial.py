@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import structlog
 
 from ..vmm.tags import KEEPS_CONTENTS
 from .device_turns import TurnNotGiven
-from .engine_hand import EngineHand
+from .engine_hand import CLOCK_SKEW_SECONDS_MAX, EngineHand
 from .engine_park import ask_to_park
 from .equal_samples import EqualSamples
 from .errors import AgentError, CanaryFailed, EngineLost
@@ -31,8 +31,6 @@ from .protocol.wire import EngineState, Reason
 log = structlog.get_logger(__name__)
 
 Facts = dict[str, DeviceFacts]
-
-_CLOCK_SKEW_SECONDS_MAX: Final = 60.0
 
 
 class _NotNow(Exception):
@@ -78,6 +76,8 @@ async def _try(engine: EngineHand, policy: EnginePolicy) -> None:
     try:
         await _park_and_wake(engine, policy, before)
     except (EngineLost, CanaryFailed) as error:
+        if isinstance(error, CanaryFailed) and error.unasked:
+            raise  # says nothing about the park
         engine.parks.went_wrong(modes, str(error))
         sentence = f"a trial park of {', '.join(sorted(modes))} went wrong: {error}"
         engine.node.alert("critical", "trial_failed", sentence, engine_id=engine.engine_id)
@@ -93,7 +93,7 @@ async def _preflight(engine: EngineHand, policy: EnginePolicy) -> Facts:
         raise _NotNow(str(error)) from error
     if seen.state is not EngineState.RUNNING:
         raise _NotNow(f"it is {seen.state}")
-    if seen.clock_skew_seconds is not None and abs(seen.clock_skew_seconds) > _CLOCK_SKEW_SECONDS_MAX:
+    if seen.clock_skew_seconds is not None and abs(seen.clock_skew_seconds) > CLOCK_SKEW_SECONDS_MAX:
         raise _NotNow(f"its clock is {seen.clock_skew_seconds:.0f} s off")
     facts = await engine.node.look()
     absent = why_absent(facts, engine.device_ids)

@@ -19,7 +19,7 @@ def make_adapter(settings: EngineSettings, ledger: Ledger, outside: EngineOutsid
             from .trtllm import TrtllmAdapter
 
             assert settings.control_key_file is not None
-            return TrtllmAdapter(url, model, settings.control_key_file)
+            return TrtllmAdapter(url, model, settings.control_key_file, key)
         case "vllm":
             from .vllm import VllmAdapter
 
@@ -45,7 +45,7 @@ def make_adapter(settings: EngineSettings, ledger: Ledger, outside: EngineOutsid
         case "ollama":
             from .ollama import OllamaAdapter
 
-            return OllamaAdapter(url, model)
+            return OllamaAdapter(url, model, key)
         case "cuda-checkpoint":
             from .cuda_checkpoint import CudaCheckpointAdapter
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, cast
+
+import httpx
 
 from ..errors import AgentError, EngineRefused
 from ..protocol.capabilities import KV_CACHE, MODEL_WEIGHTS, Capabilities
@@ -17,7 +20,7 @@ from ..protocol.other_engines import OLLAMA
 from ..protocol.policy import CanaryPolicy, EnginePolicy
 from ..protocol.wire import EngineState
 from .base import Answer, Observation
-from .http_call import accepted, call, is_our_fault, json_object, objects
+from .http_call import accepted, bearer, call, is_our_fault, json_object, objects
 
 _STATUS_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.25  # as its own wait for memory, which it gives up after 5 s
@@ -26,23 +29,24 @@ _KEEP: Final = -1  # for ever
 
 
 class OllamaAdapter:
-    """One model of the server at ``base_url``."""
+    """One model of the server at ``base_url``. It asks for no key itself; a proxy before it may."""
 
-    def __init__(self, base_url: str, model: str) -> None:
+    def __init__(self, base_url: str, model: str, api_key_file: Path | None = None) -> None:
         self._base_url = base_url.rstrip("/")
         self._model = model
+        self._api_key_file = api_key_file
 
     async def aclose(self) -> None:
         """Nothing is kept open between calls."""
 
     async def healthy(self) -> bool:
         try:
-            return (await call("GET", f"{self._base_url}/api/version", _STATUS_SECONDS)).status_code == 200
+            return (await self._get("/api/version")).status_code == 200
         except AgentError:
             return False
 
     async def capabilities(self) -> Capabilities:
-        said = json_object(accepted(await call("GET", f"{self._base_url}/api/version", _STATUS_SECONDS)))
+        said = json_object(accepted(await self._get("/api/version")))
         version = str(said.get("version", ""))
         return OLLAMA.model_copy(update={"engine": f"ollama {version}".strip(), "version": version or None})
 
@@ -56,7 +60,7 @@ class OllamaAdapter:
         return Observation(EngineState.PARKED, (KV_CACHE, MODEL_WEIGHTS))
 
     async def _is_loaded(self) -> bool:
-        reply = accepted(await call("GET", f"{self._base_url}/api/ps", _STATUS_SECONDS))
+        reply = accepted(await self._get("/api/ps"))
         models: Any = json_object(reply).get("models")
         entries = objects(models)
         if not isinstance(models, list) or len(entries) != len(cast("Sequence[Any]", models)):
@@ -95,4 +99,9 @@ class OllamaAdapter:
 
     async def _generate(self, fields: dict[str, Any], seconds_max: float) -> dict[str, Any]:
         body = {"model": self._model, "stream": False, **fields}
-        return json_object(accepted(await call("POST", f"{self._base_url}/api/generate", seconds_max, body=body)))
+        headers = bearer(self._api_key_file)
+        reply = await call("POST", f"{self._base_url}/api/generate", seconds_max, body=body, headers=headers)
+        return json_object(accepted(reply))
+
+    async def _get(self, path: str) -> httpx.Response:
+        return await call("GET", self._base_url + path, _STATUS_SECONDS, headers=bearer(self._api_key_file))

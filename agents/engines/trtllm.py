@@ -25,7 +25,7 @@ from ..protocol.policy import CanaryPolicy, EnginePolicy
 from ..protocol.wire import EngineState
 from .base import Answer, Observation
 from .completion import ask_completion
-from .http_call import accepted, call, is_our_fault
+from .http_call import accepted, bearer, call, is_our_fault
 
 _STATUS_SECONDS: Final = 10.0
 _INTERNAL_ERROR: Final = 500
@@ -43,12 +43,24 @@ _STATES: Final = {
 
 
 class TrtllmAdapter:
-    """Drives the engine at ``base_url`` (loopback). The key is read again at every call, so it can be rotated."""
+    """Drives the engine at ``base_url`` (loopback): ``key_file`` signs control, ``api_key_file`` is for the canary.
 
-    def __init__(self, base_url: str, model: str, key_file: Path, *, now: Callable[[], float] = time.time) -> None:
+    Keys are read again at every call, so they can be rotated.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        key_file: Path,
+        api_key_file: Path | None = None,
+        *,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self._base_url = base_url.rstrip("/")
         self._model = model
         self._key_file = key_file
+        self._api_key_file = api_key_file
         self._now = now
         self._diverged_since: float | None = None
 
@@ -104,7 +116,7 @@ class TrtllmAdapter:
         """The server goes on by itself."""
 
     async def answer(self, canary: CanaryPolicy) -> Answer:
-        return await ask_completion(self._base_url, self._model, canary)
+        return await ask_completion(self._base_url, self._model, canary, bearer(self._api_key_file))
 
     async def _control(self, method: str, path: str, body: Any, seconds_max: float) -> httpx.Response:
         raw = None if body is None else json.dumps(body).encode()

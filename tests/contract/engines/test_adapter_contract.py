@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from lull.agents.engines.base import EngineAdapter, Observation
-from lull.agents.errors import AgentError, EngineAuthRefused, EngineTimedOut, EngineUnreachable
+from lull.agents.errors import AgentError, EngineAuthRefused, EngineRefused, EngineTimedOut, EngineUnreachable
 from lull.agents.protocol.capabilities import refusal
 from lull.agents.protocol.policy import CanaryPolicy, EnginePolicy
 from lull.agents.protocol.wire import EngineState
 from lull.vmm.tags import RestoreMode
 from tests.agent_node import free_port
 from tests.engines.rigs import KINDS, KV_MIB, WEIGHTS_MIB, Kind, Rig
+from tests.recording_engine import RecordingEngine
 from tests.waiting import wait_until_async
 
 CANARY = CanaryPolicy(deadline_seconds=10)
@@ -226,6 +227,27 @@ async def test_a_wrong_key_is_our_fault_and_said_so(
         assert (seen.state, seen.is_our_fault) == (EngineState.UNREACHABLE, True)
         with pytest.raises(EngineAuthRefused):
             await adapter.park(EnginePolicy(), 1)
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH, ids=_name)
+async def test_the_canary_is_sent_with_the_key_as_it_stands_in_its_file(tmp_path: Path, kind: Kind) -> None:
+    engine = await RecordingEngine().start()
+    key = tmp_path / "api.key"
+    rig = Elsewhere(kind, tmp_path)
+    adapter = rig.adapter(rig.settings_at(engine.port).model_copy(update={"api_key_file": key}))
+    try:
+        for text in ("first", "rotated"):
+            key.write_text(text + "\n")
+            with pytest.raises(EngineRefused, match="odd"):  # it only sends back what it was sent
+                await adapter.answer(CANARY)
+            assert engine.arrivals[-1].headers["Authorization"] == f"Bearer {text}"
+        key.unlink()
+        asked = len(engine.arrivals)
+        with pytest.raises(EngineAuthRefused, match=str(key)):
+            await adapter.answer(CANARY)
+        assert len(engine.arrivals) == asked
+    finally:
+        await engine.stop()
 
 
 # ---- policies ---------------------------------------------------------------------------------------------------

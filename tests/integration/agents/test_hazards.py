@@ -14,13 +14,12 @@ import pytest
 
 from lull.agents import attempt_run
 from lull.agents.engine_process import ENGINE_MARK
-from lull.agents.engines.base import Answer
 from lull.agents.engines.http_call import call
-from lull.agents.errors import CanaryFailed, EngineLost, EngineTimedOut, EngineUnreachable
+from lull.agents.errors import CanaryFailed, EngineLost, EngineTimedOut
 from lull.agents.processes import find_by_environ
 from lull.agents.protocol.loans import LoanState, LoanStep
 from lull.agents.protocol.parking import FOR_OVER
-from lull.agents.protocol.policy import CanaryPolicy, EnginePolicy
+from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import AttemptEnd, EngineState, GateState, RecallLoan, RestartEngine, SetPolicy
 from lull.agents.upstream import read_order, read_registered
 from tests.agent_node import AgentNode, EngineUnderTest, agent_node
@@ -295,30 +294,6 @@ async def test_a_wrong_key_is_said_and_the_engine_is_left_running(tmp_path: Path
         key.write_text(right)
         await node.ready()
         assert keeper.incarnation == first
-
-
-async def test_an_engine_that_could_not_be_asked_is_not_condemned(tmp_path: Path) -> None:
-    """Nothing reached it, so it gave no wrong answer: it is asked again, and serves in the same process."""
-    async with agent_node(tmp_path) as node:
-        keeper = node.keeper()
-        first, answer = keeper.incarnation, keeper.adapter.answer
-        refused: list[str] = []
-
-        async def not_reached(canary: CanaryPolicy) -> Answer:
-            if len(refused) < 2:
-                refused.append(keeper.state)
-                raise EngineUnreachable("test: no connection")
-            return await answer(canary)
-
-        await node.open_loan(node.job(["true"]))
-        await node.until(lambda: LoanStep.RESUME_SENT in node.steps(), "the wake")
-        keeper.adapter.answer = not_reached  # type: ignore[method-assign]
-        await node.until_closed()
-        await node.ready()
-        assert len(refused) == 2
-        assert keeper.incarnation == first
-        assert (await node.ask()).status_code == 200
-        assert "wake_corrupt" not in alerts(node)
 
 
 async def test_a_loan_that_ends_while_it_settles_says_why(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lull.agents.protocol.loans import LoanStep
 from lull.agents.protocol.plans import Plan, way_in
-from lull.agents.protocol.wire import EngineState, GateState
+from lull.agents.protocol.wire import EngineState, GateState, Reason
 from lull.vmm import HostDevice, HostDriver, Pool
 from lull.vmm.tags import RestoreMode
 from tests.engines.engine_loans import answer_of
@@ -22,19 +23,30 @@ from tests.engines.stand_in_node import StandInNode, StandInUnderTest
 KV = {"kv_cache": RestoreMode.NONE}
 WHOLE = {"model_weights": RestoreMode.CPU, "kv_cache": RestoreMode.NONE}
 KV_RELEASE = "POST /release_kv_cache_memory"
+NO_REASON = Reason(code="None", sentence="")
 WAITS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 
 
 @asynccontextmanager
-async def node_of(root: Path, *faults: str, trial: bool = True) -> AsyncIterator[StandInNode]:
+async def node_of(
+    root: Path,
+    *faults: str,
+    trial: bool = True,
+    settings: dict[str, Any] | None = None,
+    policy: dict[str, Any] | None = None,
+) -> AsyncIterator[StandInNode]:
     """Made, not started: a vLLM with 4 MiB of weights and 2 MiB of KV cache."""
     engine = StandInUnderTest(
         kind="vllm",
         script="vllm_server.py",
         flags=["--enable-sleep-mode", "--version", "0.33.0"],
         faults=list(faults),
-        settings={"trial_park": trial, "env": {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT)}},
-        policy={"restore_modes": {tag: str(mode) for tag, mode in WHOLE.items()}},
+        settings={
+            "trial_park": trial,
+            "env": {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT)},
+            **(settings or {}),
+        },
+        policy={"restore_modes": {tag: str(mode) for tag, mode in WHOLE.items()}, **(policy or {})},
     )
     node = StandInNode(root, [engine], [16 * MIB])
     try:
@@ -101,6 +113,25 @@ async def test_an_engine_that_wakes_wrong_is_started_anew_and_that_way_is_left_a
             assert "answers text" in (way.trouble or "")
         assert len(alerts(node, "trial_failed")) == 2
         assert node.calls().count(KV_RELEASE) == 1
+
+
+async def test_a_key_that_is_gone_says_nothing_about_the_way_that_is_tried(tmp_path: Path) -> None:
+    key = tmp_path / "api.key"
+    key.write_text("any")
+    slow = {"settle_samples": 8, "settle_seconds_max": 20}  # 2 s in which the key goes
+    async with node_of(tmp_path, settings={"api_key_file": key}, policy=slow) as node:
+        await node.start()
+        await node.until(lambda: KV_RELEASE in node.calls(), "the KV cache is parked for a trial")
+        first = node.keeper().incarnation
+        key.unlink()
+        said = "could not be asked the canary"
+        await node.until(lambda: said in (node.keeper().reason or NO_REASON).sentence, "no key to ask with")
+        assert node.keeper().gate_state is GateState.CLOSED
+        key.write_text("any")
+        await node.ready()
+        assert node.keeper().incarnation == first
+        assert [way.trouble for way in node.keeper().parks.learned().ways] == [None, None]
+        assert alerts(node, "trial_failed") == []
 
 
 async def test_nothing_is_tried_beside_strangers_or_where_nobody_asked_for_it(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from lull.agents.engines import vllm as vllm_module
 from lull.agents.protocol.loans import LoanState, LoanStep
+from lull.agents.protocol.wire import GateState
 from tests.engines.engine_loans import answer_of, breaks, goes_on, lend, refused, serves_again
 from tests.engines.spawned import MIB, ROOT
 from tests.engines.stand_in_node import StandInUnderTest, stand_in_node
@@ -70,6 +71,41 @@ async def test_a_half_wake_of_an_old_vllm_is_a_restart_at_once(tmp_path: Path) -
         answer = await answer_of(node)
         await breaks(node, 1, "half_wake", "EngineLost", answer, at_once=False)
         assert node.calls().count("POST /wake_up") == 1
+
+
+async def test_a_key_that_is_wrong_or_gone_condemns_no_engine(tmp_path: Path) -> None:
+    """It gave no wrong answer: it was not asked. It is asked again, its gate closed, and serves in the same process."""
+    key, go = tmp_path / "api.key", tmp_path / "go"
+    key.write_text("right")
+    engine = vllm("0.33.0", "--api-key", "right", api_key_file=key)
+    wait = ["sh", "-c", f"until [ -e '{go}' ]; do sleep 0.02; done"]
+    async with stand_in_node(tmp_path, engine) as node:
+        first = node.keeper().incarnation
+
+        key.unlink()
+        loan_id = await lend(node, 1)
+        await node.until_closed(loan_id)
+        reason = node.last_reason(loan_id)
+        assert reason is not None
+        assert (reason["code"], "could not be asked the canary" in reason["sentence"]) == ("EngineNotReady", True)
+        assert LoanStep.PARK_SENT not in node.steps(loan_id)
+        key.write_text("right")
+        await node.ready()
+
+        await node.open_loan(node.job(wait, hbm_bytes=13 * MIB), loan_id="loan-2", epoch=2)
+        await node.until(lambda: LoanStep.SPAWNED in node.steps("loan-2"), "the job runs")
+        key.write_text("wrong")
+        go.touch()
+        await node.until(lambda: "faulted" in node.states("loan-2"), "the canary was not answered")
+        reason = node.last_reason("loan-2")
+        assert reason is not None
+        assert (reason["code"], "401" in reason["sentence"]) == ("EngineLost", True)
+        assert node.keeper().gate_state is GateState.CLOSED
+        key.write_text("right")
+        await node.until_closed("loan-2")
+        await node.ready()
+        assert node.keeper().incarnation == first
+        assert "wake_corrupt" not in [alert["code"] for alert in node.reports("alert")]
 
 
 @pytest.mark.long
