@@ -18,38 +18,28 @@ from lull.scheduler.model import (
     Device,
     DeviceId,
     Engine,
-    EngineId,
     Job,
     JobId,
     Loan,
     LoanId,
-    Node,
-    NodeId,
     Snapshot,
 )
 from lull.scheduler.parking import obstacle, sleep
 from lull.scheduler.placement import build_groups
+from tests import scheduler_rows as rows
+from tests.scheduler_rows import NODE
 
-NODE = Node(NodeId("n"), "box", up=True, silent=False)
 PRESSED = EnginePolicy(on_pressure=True, pressure_free_bytes_min=1, park_seconds_max=900)
 GPU, GPU1 = DeviceId("d0"), DeviceId("d1")
 
 
 def device(name: DeviceId = GPU, free: int = 40, **more: Any) -> Device:
-    return Device(name, NODE.id, int(name[-1]), 100, free, **more)
+    return rows.device(name, free, **more)
 
 
 def engine(name: str = "a", on: DeviceId = GPU, policy: EnginePolicy = PRESSED, **more: Any) -> Engine:
-    values: dict[str, Any] = {
-        "state": EngineState.RUNNING,
-        "gate": GateState.OPEN,
-        "verified": True,
-        "device_bytes": {on: 60},
-        "residual_bytes": {},
-        "is_pressed": True,
-        **more,
-    }
-    return Engine(EngineId(name), NODE.id, name, (on,), policy=policy, **values)
+    values: dict[str, Any] = {"is_pressed": True, **more}
+    return rows.engine(name, on, policy=policy, **values)
 
 
 def asleep(**more: Any) -> tuple[Engine, Loan]:
@@ -61,16 +51,12 @@ def asleep(**more: Any) -> tuple[Engine, Loan]:
     return replace(parked, residual_bytes={GPU: 10}), loan
 
 
-def job(name: str = "j", hbm: int | None = 50, gpus: int = 1, **more: Any) -> Job:
-    return Job(JobId(name), more.pop("priority", 0), more.pop("created_at", 1.0), gpus, hbm, **more)
+def job(name: str = "j", hbm: int | None = 50, **more: Any) -> Job:
+    return rows.job(name, hbm, **more)
 
 
-def decided(*rows: Any, now: float = 0.0) -> list[Any]:
-    def of(kind: type) -> Any:
-        return tuple(row for row in rows if isinstance(row, kind))
-
-    snapshot = Snapshot((NODE,), of(Device), of(Engine), of(Job), of(Attempt), of(Loan))
-    return [action for action in decide(snapshot, now) if not isinstance(action, SetReasons)]
+def decided(*given: Any, now: float = 0.0) -> list[Any]:
+    return [action for action in decide(rows.snapshot(*given), now) if not isinstance(action, SetReasons)]
 
 
 # ---- pressure ----------------------------------------------------------------------------------------------------

@@ -15,11 +15,8 @@ from lull.scheduler.decide import LATER_JOBS_MAX, decide
 from lull.scheduler.model import (
     Attempt,
     AttemptId,
-    Device,
     DeviceId,
-    Engine,
     EngineId,
-    Job,
     JobId,
     Loan,
     LoanId,
@@ -28,38 +25,7 @@ from lull.scheduler.model import (
     Snapshot,
 )
 from lull.scheduler.placement import largest_possible
-
-NODE = Node(NodeId("n"), "box", up=True, silent=False)
-ALWAYS = EnginePolicy(when="always")
-
-
-def device(name: str, free: int = 100, **more: Any) -> Device:
-    return Device(DeviceId(name), NODE.id, int(name[-1]), 100, free, **more)
-
-
-def engine(name: str, *devices: str, held: int = 60, **more: Any) -> Engine:
-    ids = tuple(DeviceId(each) for each in devices)
-    values: dict[str, Any] = {
-        "state": EngineState.RUNNING,
-        "gate": GateState.OPEN,
-        "verified": True,
-        "policy": ALWAYS,
-        "device_bytes": dict.fromkeys(devices, held),
-        "residual_bytes": {},
-        **more,
-    }
-    return Engine(EngineId(name), NODE.id, name, ids, **values)
-
-
-def job(name: str, hbm: int | None = 50, **more: Any) -> Job:
-    return Job(JobId(name), more.pop("priority", 0), more.pop("created_at", 1.0), more.pop("gpus", 1), hbm, **more)
-
-
-def snapshot(*rows: Any) -> Snapshot:
-    def of(kind: type) -> Any:
-        return tuple(row for row in rows if isinstance(row, kind))
-
-    return Snapshot((NODE, *of(Node)), of(Device), of(Engine), of(Job), of(Attempt), of(Loan))
+from tests.scheduler_rows import NODE, device, engine, job, snapshot
 
 
 def one(actions: tuple[Any, ...]) -> Any:

@@ -19,18 +19,15 @@ from lull.scheduler.model import (
     DeviceId,
     Engine,
     EngineId,
-    Job,
-    JobId,
     Loan,
     LoanId,
-    Node,
-    NodeId,
-    Snapshot,
 )
 from lull.scheduler.plan_answer import PlanAnswer, answer
 from lull.vmm.tags import RestoreMode
+from tests.scheduler_rows import NODE, job, snapshot
+from tests.scheduler_rows import device as rows_device
+from tests.scheduler_rows import engine as rows_engine
 
-NODE = Node(NodeId("n"), "box", up=True, silent=False)
 WHOLE = {"model_weights": RestoreMode.CPU, "kv_cache": RestoreMode.NONE}
 KV = {"kv_cache": RestoreMode.NONE}
 ALWAYS = EnginePolicy(when="always", restore_modes=WHOLE)
@@ -41,7 +38,7 @@ ABLE = Capabilities(
 
 
 def device(name: str, free: int = 40, **more: Any) -> Device:
-    return Device(DeviceId(name), NODE.id, int(name[-1]), 100, free, **more)
+    return rows_device(name, free, **more)
 
 
 def learned(*devices: str, kv: float | None = 1.0, whole: float | None = 30.0, margin: int = 0) -> Learned:
@@ -56,29 +53,8 @@ def learned(*devices: str, kv: float | None = 1.0, whole: float | None = 30.0, m
 
 
 def engine(name: str, *devices: str, **more: Any) -> Engine:
-    values: dict[str, Any] = {
-        "state": EngineState.RUNNING,
-        "gate": GateState.OPEN,
-        "verified": True,
-        "policy": ALWAYS,
-        "device_bytes": dict.fromkeys(devices, 60),
-        "residual_bytes": {},
-        "capabilities": ABLE,
-        "learned": learned(*devices),
-        **more,
-    }
-    return Engine(EngineId(name), NODE.id, name, tuple(DeviceId(each) for each in devices), **values)
-
-
-def job(name: str, hbm: int | None, **more: Any) -> Job:
-    return Job(JobId(name), more.pop("priority", 0), more.pop("created_at", 1.0), more.pop("gpus", 1), hbm, **more)
-
-
-def snapshot(*rows: Any) -> Snapshot:
-    def of(kind: type) -> Any:
-        return tuple(row for row in rows if isinstance(row, kind))
-
-    return Snapshot((NODE,), of(Device), of(Engine), of(Job), (), of(Loan))
+    values: dict[str, Any] = {"policy": ALWAYS, "capabilities": ABLE, "learned": learned(*devices), **more}
+    return rows_engine(name, *devices, **values)
 
 
 def opened(*rows: Any) -> OpenLoan:
