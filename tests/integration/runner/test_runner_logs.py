@@ -65,8 +65,9 @@ def make_fifo(attempts: Attempts) -> str:
 
 
 async def test_output_of_a_daemon_is_kept_to_its_end(attempts: Attempts) -> None:
-    script = "(trap 'echo last words; exit' TERM; echo ready; while :; do sleep 1000 & wait; done) & echo parent"
-    process = await attempts.start(["sh", "-c", script], kill_grace_seconds=5.0)
+    daemon = "trap 'echo last words; exit' TERM; echo ready; echo > go; while :; do sleep 1000 & wait; done"
+    script = f"({daemon}) & read line < go; echo parent"  # it ends no sooner: its end is the daemon's TERM
+    process = await attempts.start(["sh", "-c", script], workdir=make_fifo(attempts), kill_grace_seconds=5.0)
     assert (await process.wait_ended()).end == AttemptEnd.EXITED
     assert b"last words\n" in output(process.directory)
 
