@@ -83,7 +83,11 @@ class EngineKeeper(EngineHand):
     # ---- what operators want ------------------------------------------------------------------------------------
 
     def want_restart(self) -> None:
-        """A supervised engine is restarted as soon as the keeper has it, also one that was given up."""
+        """A supervised engine is restarted as soon as the keeper has it, also one that was given up.
+
+        Ways whose trial went wrong may be tried again: whoever asks for this has looked at it.
+        """
+        self.parks.forgive()
         self.remember(given_up=None, restart_of=self.incarnation or _NO_PROCESS)
         self.restart_wanted = True
         self.poke()

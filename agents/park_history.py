@@ -77,6 +77,13 @@ class ParkHistory:
         record["trouble"] = why[:500]
         self._write(modes, record)
 
+    def forgive(self) -> None:
+        """Ways that went wrong are as if nobody had tried them."""
+        ways = self._ways()
+        kept = {name: record for name, record in ways.items() if record["trouble"] is None}
+        if len(kept) < len(ways):
+            self._remember({"of": self._key(), "ways": kept})
+
     def parked(
         self, modes: Mapping[str, str], freed: Bytes, residual: Bytes, *, seconds: float | None, at: float
     ) -> None:

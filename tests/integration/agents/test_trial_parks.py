@@ -100,7 +100,9 @@ async def test_an_agent_that_dies_in_the_middle_leaves_an_engine_that_is_woken_a
 
 
 @pytest.mark.long
-async def test_an_engine_that_wakes_wrong_is_started_anew_and_that_way_is_left_alone(tmp_path: Path) -> None:
+async def test_an_engine_that_wakes_wrong_is_started_anew_and_that_way_is_left_alone_until_an_operator_says_so(
+    tmp_path: Path,
+) -> None:
     async with node_of(tmp_path, "garbage") as node:
         await node.start()
         await node.ready()
@@ -113,6 +115,14 @@ async def test_an_engine_that_wakes_wrong_is_started_anew_and_that_way_is_left_a
             assert "answers text" in (way.trouble or "")
         assert len(alerts(node, "trial_failed")) == 2
         assert node.calls().count(KV_RELEASE) == 1
+
+        node.set_faults()
+        first = node.keeper().incarnation
+        node.keeper().want_restart()
+        await node.until(lambda: node.keeper().incarnation not in (first, None), "the operator's restart")
+        await node.ready()
+        ways = node.keeper().parks.learned().ways
+        assert [(way.trouble, way.parks) for way in ways] == [(None, 1), (None, 1)]
 
 
 async def test_a_key_that_is_gone_says_nothing_about_the_way_that_is_tried(tmp_path: Path) -> None:

@@ -143,6 +143,16 @@ def test_a_way_that_was_tried_in_vain_is_left_alone(engine: Engine) -> None:
     assert engine.way().trouble == "wrong answer"
 
 
+def test_ways_that_went_wrong_are_tried_anew_once_an_operator_says_so(engine: Engine) -> None:
+    engine.park(900)
+    engine.park(500, modes=KV)
+    engine.history().went_wrong(KV, "wrong answer after the wake")
+    engine.history().forgive()
+    assert not engine.history().is_known(KV), "what it freed is forgotten too: it was never seen whole"
+    assert engine.way().parks == 1
+    assert engine.history().try_begins(KV)
+
+
 def test_samples_count_only_while_they_are_equal() -> None:
     samples = EqualSamples()
     for value, good in ((1, True), (1, True), (2, True), (2, False), (2, True), (2, True)):
