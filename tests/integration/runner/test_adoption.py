@@ -270,7 +270,8 @@ async def test_a_spare_runner_serves_like_any_other(attempts: Attempts) -> None:
 async def test_a_dead_spare_is_passed_over(attempts: Attempts) -> None:
     spares = SpareRunners()
     spares.start()
-    [spare] = [pid for pid in processes.descendants(os.getpid()) if _is_spare(pid)]
+    # Right after a spawn a process is there and has no command line yet.
+    [spare] = await wait_until_async(_spares, BOUND_SECONDS, "the spare")
     found = processes.identity(spare)
     assert found is not None
     processes.send_signal(found, signal.SIGKILL)
@@ -297,6 +298,10 @@ async def test_a_spare_ends_with_its_agent() -> None:
     agent.kill()
     agent.wait(BOUND_SECONDS)
     assert await processes.wait_exited(spare, BOUND_SECONDS)
+
+
+def _spares() -> list[int]:
+    return [pid for pid in processes.descendants(os.getpid()) if _is_spare(pid)]
 
 
 def _is_spare(pid: int) -> bool:
