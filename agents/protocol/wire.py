@@ -259,6 +259,7 @@ class EngineChanged(Message):
     capabilities: Capabilities | None = None  # None: it was not asked yet
     learned: Learned | None = None  # what its parks were seen to do; None: this agent does not tell
     pressure: HostPressure | None = None  # its policy wants it parked now
+    tells_requests: bool | None = None  # whether its gate sees requests while it is closed; None: it does not tell
 
 
 class DeviceProcess(Message):
@@ -277,6 +278,7 @@ class DeviceObserved(Message):
     free_bytes: int
     processes: list[DeviceProcess] = Field(default_factory=list[DeviceProcess])
     quarantined: Reason | None = None
+    spawn_margin_bytes: int | None = None  # the node adds it to the need of every job; None: it does not tell
 
 
 class OccupancyChanged(Message):
