@@ -66,6 +66,13 @@ class Counter:
         except (AgentError, ValueError) as error:
             raise GateUnreachable(f"what is in flight cannot be told: {self._url}: {error}") from error
 
+    async def in_flight_if_told(self) -> int | None:
+        """None also where the engine does not tell: the gate of a dead engine is closed all the same."""
+        try:
+            return await self.in_flight()
+        except GateUnreachable:
+            return None
+
     async def wait_drained(self, seconds: float) -> int:
         loop = asyncio.get_running_loop()
         self.closed()

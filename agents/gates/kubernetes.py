@@ -59,7 +59,7 @@ class KubernetesGate:
         if changed or listed:
             await asyncio.sleep(self._section.propagation_seconds)
         self._counter.closed()
-        return await self._counter.in_flight()
+        return await self._counter.in_flight_if_told()
 
     async def wait_drained(self, engine_id: str, seconds: float) -> int:
         left = await self._counter.wait_drained(seconds)

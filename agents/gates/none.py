@@ -29,7 +29,7 @@ class NoGate:
     async def close(self, engine_id: str, terms: ClosedTerms) -> int | None:
         self._state = GateState.CLOSED
         self._counter.closed()
-        return await self._counter.in_flight()
+        return await self._counter.in_flight_if_told()
 
     async def wait_drained(self, engine_id: str, seconds: float) -> int:
         return await self._counter.wait_drained(seconds)

@@ -30,15 +30,16 @@ class MeteredEngine:
         app.router.add_post("/v1/completions", self._answer)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = socket.create_server(("127.0.0.1", self.port))
         self.port = listener.getsockname()[1]
         await web.SockSite(self._runner, listener).start()
         return self
 
     async def stop(self) -> None:
         self.go.set()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
 
     async def _metrics(self, request: web.Request) -> web.Response:
         if not self.has_metrics:

@@ -42,6 +42,7 @@ class GateRig:
     can_be_silent = True
     can_abort = True
     in_flight_in_looks = True  # what observe says
+    engine_counts = False  # by its gauges
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -242,6 +243,7 @@ class KubernetesRig(GateRig):
 
     can_abort = False
     in_flight_in_looks = False
+    engine_counts = True
     condition: str | None = "lull.dev/serving"
     label: str | None = "lull.dev/serving"
 
@@ -370,6 +372,7 @@ class NoneRig(GateRig):
     can_be_silent = False
     can_abort = False
     in_flight_in_looks = False
+    engine_counts = True
 
     def gate(self) -> Gate:
         return NoGate(Counter(self.engine.url, "vllm", NoneSection()))

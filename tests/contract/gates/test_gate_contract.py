@@ -29,6 +29,7 @@ def those(may: Callable[[type[GateRig]], bool]) -> list[Any]:
 ALL = those(lambda rig: True)
 REMEMBERING = those(lambda rig: rig.can_be_silent)
 SILENT = those(lambda rig: rig.can_be_silent)
+COUNTED_BY_ENGINE = those(lambda rig: rig.engine_counts)
 HANGING = those(lambda rig: rig.hang is not GateRig.hang)
 OPENING = those(lambda rig: rig.may_open_by_itself)
 WRONG = those(lambda rig: rig.wrong is not GateRig.wrong)
@@ -137,6 +138,23 @@ async def test_one_that_is_gone_is_neither_open_nor_drained(name: str) -> None:
         await rig.come_back()
         await gate.ensure_route(ENGINE_ID, "alpha", MODELS, rig.engine.url)
         await close(gate)
+        assert await gate.wait_drained(ENGINE_ID, 5) == 0
+        await gate.open(ENGINE_ID)
+        assert await state(gate) is GateState.OPEN
+
+
+@pytest.mark.parametrize("name", COUNTED_BY_ENGINE)
+async def test_that_of_a_dead_engine_closes_and_is_not_drained(name: str) -> None:
+    async with gate_rig(RIGS[name]) as rig:
+        gate = await rig.routed()
+        await gate.open(ENGINE_ID)
+        await rig.engine.stop()
+        assert await close(gate) is None
+        assert await state(gate) is GateState.CLOSED
+        with pytest.raises(GateUnreachable, match="cannot be told"):
+            await gate.wait_drained(ENGINE_ID, 0.2)
+        await rig.engine.start()
+        assert await close(gate) == 0
         assert await gate.wait_drained(ENGINE_ID, 5) == 0
         await gate.open(ENGINE_ID)
         assert await state(gate) is GateState.OPEN

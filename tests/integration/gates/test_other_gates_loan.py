@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from httpx import ConnectError
 
+from lull.agents.engine_keeper import EngineKeeper
+from lull.agents.processes import send_signal, wait_exited
 from lull.agents.protocol.loans import LoanStep
 from lull.agents.protocol.wire import GateState
 from tests.agent_node import AgentNode
@@ -133,6 +137,29 @@ async def test_without_a_gate_a_loan_says_who_counted(tmp_path: Path) -> None:
         assert node.steps()[-1] is LoanStep.CLOSED
         assert LoanStep.SPAWNED in node.steps()
         assert [end["endpoint"] for end in node.reports("engine_changed")][-1] is None
+
+
+async def test_a_dead_engine_that_nobody_else_counts_for_is_started_again(tmp_path: Path) -> None:
+    """This engine has no such gauge at all: no word of it is to be had, before it is started or after it has ended."""
+    gauge = {"in_flight_metrics": ["no:such_gauge"]}
+    async with node_of(tmp_path, gate_kind="none", none=gauge) as node:
+        await node.start()
+        await node.ready()
+        keeper = node.keeper()
+        for wants_restart in (False, True):
+            dead = keeper.incarnation
+            process = keeper.process_identity
+            assert process is not None
+            send_signal(process, signal.SIGKILL)
+            await wait_exited(process, 10)
+            if wants_restart:
+                keeper.want_restart()
+            await node.until(partial(_is_another, keeper, {None, dead}), "it is started again")
+            await node.ready()
+
+
+def _is_another(keeper: EngineKeeper, gone: set[str | None]) -> bool:
+    return keeper.incarnation not in gone
 
 
 @pytest.mark.long
