@@ -6,7 +6,7 @@ read in that light. Parameters go into the query: a JSON body is ignored, which 
 wake a whole one. /resume is never called: on a sleeping engine it is accepted and the next request ends it.
 
 The gate has drained before a park; what the engine's own metrics still show came past the gate, and the park is refused
-for it, unless the policy lets requests be aborted.
+for it, unless the policy lets requests be aborted and this version's /sleep can abort them.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ _BUSY: Final = 409
 _NOT_FOUND: Final = 404
 _INTERNAL_ERROR: Final = 500
 _REQUESTS: Final = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
+
+_NO_COUNT: Final = (
+    "its /sleep cannot abort requests, and /metrics does not tell how many run: start it without --disable-log-stats,"
+    ' or set the policy\'s on_drain_deadline = "abort_loan"'
+)
 
 # The ledger. `park` and `wake` say how the one call went; `level` is 0 for the KV cache alone; `reload` is true while
 # the weights are lost.
@@ -156,9 +161,11 @@ class VllmAdapter:
     async def park(self, policy: EnginePolicy, seconds_max: float) -> None:
         deadline = time.monotonic() + seconds_max
         facts = await self._known()
-        mode = "abort" if policy.on_drain_deadline == "abort_requests" else "wait"
-        if mode == "wait":
-            await self._wait_idle(seconds_max * _IDLE_SHARE)
+        may_abort = policy.on_drain_deadline == "abort_requests"
+        mode = "abort" if may_abort else "wait"
+        if not may_abort or not facts.takes_mode:
+            # Without `mode` nothing aborts them, and the memory would go under requests that run.
+            await self._wait_idle(seconds_max * _IDLE_SHARE, is_drained=not may_abort)
         if not facts.pauses and RESET_PREFIX_CACHE in facts.routes:
             accepted(await self._post(RESET_PREFIX_CACHE, STATUS_SECONDS))  # it keeps hashes of lost blocks (#17103)
         level = self.level_of(policy)
@@ -209,14 +216,17 @@ class VllmAdapter:
             self._ledger.write(park=FAILED)
         accepted(reply)
 
-    async def _wait_idle(self, seconds_max: float) -> None:
-        """Until the engine's own count of requests is zero; refused past the time."""
+    async def _wait_idle(self, seconds_max: float, *, is_drained: bool) -> None:
+        """Until the engine's own count of requests is zero; refused past the time, and where it tells no count and the
+        gate may not have drained (``is_drained``)."""
         deadline = time.monotonic() + seconds_max
         pause = _IDLE_POLL_SECONDS
         while True:
             reply = await self._get("/metrics")
             counts = _REQUESTS.findall(reply.text) if reply.status_code == 200 else []
             requests = int(sum(float(count) for count in counts))
+            if not counts and not is_drained:
+                raise EngineRefused(_BUSY, _NO_COUNT)
             if not requests:
                 return  # none, or it does not tell: its gate has drained
             if time.monotonic() > deadline:

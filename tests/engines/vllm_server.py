@@ -89,12 +89,14 @@ class VllmServer(StandIn):
         for method, path in self.routes:
             paths.setdefault(path, {})[method.lower()] = {"responses": {"200": {}}}
         if "/sleep" in paths and self.version >= (0, 32):
-            names = ("level", "mode")
+            names = ("level",) if self.options.no_mode else ("level", "mode")
             paths["/sleep"]["post"]["parameters"] = [{"name": name, "in": "query"} for name in names]
             paths["/wake_up"]["post"]["parameters"] = [{"name": "tags", "in": "query"}]
         return Reply.of_json(200, {"openapi": "3.1.0", "info": {"title": "FastAPI"}, "paths": paths})
 
     def metrics(self, request: Request) -> Reply:
+        if self.options.no_stats:
+            return Reply(200, b"process_open_fds 12.0\n", "text/plain; version=0.0.4")
         text = (
             "# TYPE vllm:num_requests_running gauge\n"
             f'vllm:num_requests_running{{engine="0",model_name="{self.options.model}"}} {float(self.in_flight)}\n'
@@ -126,7 +128,7 @@ class VllmServer(StandIn):
         if self.has_fault("sleep_hangs"):
             self.hang()
         with self.core:
-            if self.version >= (0, 17):
+            if self.version >= (0, 17) and not self.options.no_mode:
                 self.pause_scheduler(mode)
                 self.paused_by_sleep = True
             elif self.in_flight:
@@ -339,6 +341,8 @@ class VllmServer(StandIn):
 def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", default="0.33.0")
     parser.add_argument("--enable-sleep-mode", action="store_true")
+    parser.add_argument("--no-mode", action="store_true", help="sleep moves memory and stops nothing (vllm#53082)")
+    parser.add_argument("--no-stats", action="store_true", help="as --disable-log-stats: no gauges")
     parser.add_argument("--pool-worker", action="store_true", help="as --worker-cls with lull.vmm pools")
     parser.add_argument("--metal", action="store_true")
     parser.add_argument("--metal-sleep", action="store_true", help="a vllm-metal after 0.3.0")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from lull.vmm.host_driver import HostDriver
 from lull.vmm.pool import Pool
 from tests.engines.spawned import MIB, Spawned
 from tests.engines.vllm_rig import CALL_SECONDS, CANARY, KEPT, KV_ONLY, LOST, RELOAD, adapter_of, vllm
-from tests.waiting import wait_until
+from tests.waiting import wait_until, wait_until_async
 
 FRAGILE = {"vllm": {"allow_fragile": True}}
 RELOADS = {"vllm": RELOAD}
@@ -152,28 +154,68 @@ async def test_a_worker_in_our_pools_parks_without_sleep_mode(tmp_path: Path) ->
 # ---- requests ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_request_past_the_gate_is_not_cut_off_unless_the_policy_says_so(tmp_path: Path) -> None:
-    with vllm(tmp_path, "0.33.0") as engine:
-        engine.set_faults("long_answers")
-        said: list[dict[str, Any]] = []
+@contextmanager
+def running_request(engine: Spawned) -> Iterator[list[dict[str, Any]]]:
+    """A request that runs until it is aborted or the fault is taken away; then its choice is in the list."""
+    engine.set_faults("long_answers")
+    said: list[dict[str, Any]] = []
 
-        def ask() -> None:
-            body = {"model": "small", "prompt": "long", "max_tokens": 4}
+    def ask() -> None:
+        body = {"model": "small", "prompt": "long", "max_tokens": 4}
+        with contextlib.suppress(httpx.TransportError):
             said.append(httpx.post(f"{engine.url}/v1/completions", json=body, timeout=30).json()["choices"][0])
 
-        client = threading.Thread(target=ask)
-        client.start()
-        metrics = f"{engine.url}/metrics"
-        wait_until(lambda: 'model_name="small"} 1.0' in httpx.get(metrics).text, 5, "the request runs")
+    client = threading.Thread(target=ask)
+    client.start()
+    metrics = f"{engine.url}/metrics"
+    wait_until(lambda: 'model_name="small"} 1.0' in httpx.get(metrics).text, 5, "the request runs")
+    try:
+        yield said
+    finally:
+        engine.set_faults()
+        client.join(10)
+
+
+async def test_a_request_past_the_gate_is_not_cut_off_unless_the_policy_says_so(tmp_path: Path) -> None:
+    with vllm(tmp_path, "0.33.0") as engine, running_request(engine) as said:
         with pytest.raises(EngineRefused, match="1 requests run in the engine that did not come through its gate"):
             await adapter_of(engine).park(KEPT, 0.2)
         assert await state(engine) is EngineState.RUNNING
         assert posts(engine) == []
         forced = EnginePolicy(on_drain_deadline="abort_requests")
         await adapter_of(engine).park(forced, CALL_SECONDS)
-        await asyncio.to_thread(client.join, 10)
+        await wait_until_async(lambda: said, 5, "the answer")
         assert (said[0]["text"], said[0]["finish_reason"]) == ("", "abort")  # answered 200, cut off
         assert posts(engine) == ["/sleep?level=1&mode=abort"]
+        assert engine.held_mib() == 0
+
+
+@pytest.mark.parametrize(("version", "flags"), [("0.14.1", ()), ("0.33.0", ("--no-mode",))])
+async def test_requests_are_not_slept_under_where_nothing_can_abort_them(
+    tmp_path: Path, version: str, flags: tuple[str, ...]
+) -> None:
+    """Before 0.17, and with vllm-project/vllm#53082, /sleep has no `mode`: it would end the engine."""
+    forced = EnginePolicy(on_drain_deadline="abort_requests")
+    with vllm(tmp_path, version, *flags) as engine, running_request(engine) as said:
+        with pytest.raises(EngineRefused, match="1 requests run in the engine"):
+            await adapter_of(engine, **FRAGILE).park(forced, 0.2)
+        assert await state(engine) is EngineState.RUNNING
+        assert posts(engine) == []
+        engine.set_faults()
+        await wait_until_async(lambda: said, 5, "the answer")
+        assert said[0]["finish_reason"] == "length"
+        await adapter_of(engine, **FRAGILE).park(forced, CALL_SECONDS)
+        assert posts(engine)[-1] == "/sleep?level=1"
+        assert engine.held_mib() == 0
+
+
+async def test_a_park_that_may_abort_needs_a_count_where_nothing_can_abort(tmp_path: Path) -> None:
+    forced = EnginePolicy(on_drain_deadline="abort_requests")
+    with vllm(tmp_path, "0.33.0", "--no-mode", "--no-stats") as engine:
+        with pytest.raises(EngineRefused, match=r"does not tell how many run.*abort_loan"):
+            await adapter_of(engine).park(forced, CALL_SECONDS)
+        assert posts(engine) == []
+        await adapter_of(engine).park(KEPT, CALL_SECONDS)  # its gate has drained
         assert engine.held_mib() == 0
 
 
