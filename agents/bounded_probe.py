@@ -11,10 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
+
+import structlog
 
 from .probe import DeviceFacts, Facts
 from .protocol.words import Reason
+
+log = structlog.get_logger(__name__)
+
+_WORDS_MAX: Final = 800
 
 T = TypeVar("T")
 Read = Callable[[], Iterator[tuple[str, DeviceFacts | Reason]]]
@@ -35,6 +41,7 @@ class BoundedProbe:
         self._seconds_max = seconds_max
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._busy_since: float | None = None
+        self._said = ""
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -75,12 +82,27 @@ class BoundedProbe:
             while not self._requests.empty():
                 waiting.append(self._requests.get())
             self._busy_since = time.monotonic()
-            for device_id, found in self._read():
+            try:
+                for device_id, found in self._read():
+                    for request in waiting:
+                        request.seen[device_id] = found
+            except Exception as error:  # noqa: BLE001  told as why they were not read: the next look is made all the same
                 for request in waiting:
-                    request.seen[device_id] = found
-            self._busy_since = None
-            for request in waiting:
-                request.done.set()
+                    request.seen = {
+                        **{each: self._went_wrong(each, error) for each in self._device_ids},
+                        **request.seen,
+                    }
+            finally:
+                self._busy_since = None
+                for request in waiting:
+                    request.done.set()
+
+    def _went_wrong(self, device_id: str, error: Exception) -> Reason:
+        if repr(error) != self._said:  # once, not at every look
+            self._said = repr(error)
+            log.error("a look at the devices went wrong", exc_info=error)
+        sentence = f"{device_id}: the look at it went wrong: {type(error).__name__}: {error}"
+        return Reason(code="DeviceUnreadable", sentence=sentence[:_WORDS_MAX])
 
 
 def bounded(call: Callable[[], T], seconds_max: float) -> T:

@@ -311,7 +311,7 @@ def resident_bytes(pid: int) -> int:
 def _is_mps_server(pid: int) -> bool:
     """It holds a context for its clients, who are listed themselves."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip() == "nvidia-cuda-mps-server"[:15]
+        return Path(f"/proc/{pid}/comm").read_bytes().strip() == b"nvidia-cuda-mps-server"[:15]
     except OSError:
         return False
 

@@ -103,7 +103,7 @@ def unlock_pages(address: int, nbytes: int) -> None:
 def lockable_bytes() -> int | None:
     """How much more this process may lock; None: no limit."""
     status: dict[str, str] = {}
-    with open("/proc/self/status", encoding="utf-8") as lines:
+    with open("/proc/self/status", encoding="utf-8", errors="replace") as lines:  # its name may be no text
         for line in lines:
             name, _, value = line.partition(":")
             status[name] = value.strip()
@@ -132,7 +132,7 @@ def _mem_available_bytes() -> int:
 def cgroup_rooms_bytes(membership: Path, root: Path) -> Iterator[int]:
     """The room under every limit that is set on us, in either version of cgroups or in both at once."""
     try:
-        lines = membership.read_text(encoding="utf-8").splitlines()
+        lines = membership.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return
     for line in lines:

@@ -73,12 +73,12 @@ def huge_mapped_bytes(address: int, nbytes: int) -> int:
     """How much of a mapped range lies in huge pages, as the kernel says."""
     huge_bytes = 0
     inside = False
-    with open("/proc/self/smaps", encoding="utf-8") as lines:
+    with open("/proc/self/smaps", "rb") as lines:  # names of files are bytes
         for line in lines:
             head = line.split(maxsplit=1)[0]
-            if not head.endswith(":"):
-                first, _, last = head.partition("-")
+            if not head.endswith(b":"):
+                first, _, last = head.partition(b"-")
                 inside = int(first, 16) < address + nbytes and int(last, 16) > address
-            elif inside and head in ("AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:"):
+            elif inside and head in (b"AnonHugePages:", b"ShmemPmdMapped:", b"FilePmdMapped:"):
                 huge_bytes += int(line.split()[1]) * 1024
     return huge_bytes

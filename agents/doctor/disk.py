@@ -94,7 +94,8 @@ def judge_filesystem(kind: str, path: Path) -> Finding:
 
 def check_filesystem(scene: Scene) -> list[Finding]:
     path = nearest_folder(scene.known.data_dir)
-    return [judge_filesystem(filesystem_of(path, Path("/proc/self/mountinfo").read_text()), path)]
+    mountinfo = os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
+    return [judge_filesystem(filesystem_of(path, mountinfo), path)]
 
 
 def flush_seconds(folder: Path) -> float:

@@ -212,7 +212,8 @@ def judge_groups(groups: Groups, available_bytes: int) -> Finding:
 
 
 def check_cgroup(scene: Scene) -> list[Finding]:
-    groups = look_at_groups(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
+    mountinfo, own = (os.fsdecode(Path(f"/proc/self/{name}").read_bytes()) for name in ("mountinfo", "cgroup"))
+    groups = look_at_groups(mountinfo, own)
     return [judge_groups(groups, mem_available_bytes())]
 
 
@@ -231,7 +232,7 @@ def look_at_rights() -> Rights:
     except (OSError, AttributeError) as error:
         trouble = str(error)
     mask = 0
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(errors="replace").splitlines():
         if line.startswith("CapEff:"):
             mask = int(line.split()[1], 16)
     hidden = 0

@@ -210,7 +210,7 @@ def device_file_holders() -> dict[int, str]:
 
 def name_of(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
         return ""
 

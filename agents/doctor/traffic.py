@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ def look_at_port(listen: str) -> PortFacts:
     host, _, port = listen.rpartition(":")
     for address, at, pid in listeners():
         if at == int(port) and (address in (host, *_EVERYWHERE) or host in _EVERYWHERE or host == "localhost"):
-            return PortFacts(listen, True, pid, " ".join(command_line(pid)[:6]) if pid else "")
+            words = " ".join(command_line(pid)[:6]) if pid else ""
+            return PortFacts(listen, True, pid, os.fsencode(words).decode(errors="replace"))
     try:
         with socket.socket(socket.AF_INET) as probe:
             probe.bind((host, 0))  # any free port of that address

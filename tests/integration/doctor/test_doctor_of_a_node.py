@@ -232,6 +232,19 @@ def test_a_port_that_somebody_else_holds_and_an_address_that_is_not_ours(tmp_pat
     assert statuses(found, "gateway_port") == ["failed"]
 
 
+def test_a_port_that_is_held_by_a_process_whose_words_are_no_text(tmp_path: Path) -> None:
+    code = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    argv: list[str | bytes] = [sys.executable, "-c", code, b"\xff"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        told = run_here(
+            ["doctor", "--config", str(agent_toml(tmp_path, port=int(child.stdout.readline())))], dict(os.environ)
+        )
+        child.kill()
+    assert told.returncode == 1
+    assert f"process {child.pid}" in told.stdout
+
+
 @contextmanager
 def http_server(status: int, address: str = "127.0.0.1", date: str = "") -> Iterator[int]:
     class Handler(BaseHTTPRequestHandler):

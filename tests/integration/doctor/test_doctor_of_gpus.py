@@ -19,6 +19,7 @@ from lull.agents.doctor.findings import Status
 from tests.engines.spawned import HERE, ROOT
 from tests.fake_nvml.library import GPU_IS_LOST, LIB_RM_VERSION_MISMATCH, FakeNvml, gpu_uuid
 from tests.gpu_node import gpu_machine
+from tests.odd_names import oddly_named
 
 ASKED = [check for check in CHECKS if check.name in ("config", "nvidia_driver", "gpus", "gpu_processes")]
 
@@ -80,6 +81,14 @@ def test_a_foreign_process(nvml: FakeNvml, tmp_path: Path) -> None:
     assert status is Status.WARNING
     assert f"{pid} (python" in seen
     assert "2 MiB" in seen
+
+
+def test_a_foreign_process_whose_name_is_no_text(nvml: FakeNvml, tmp_path: Path) -> None:
+    with oddly_named() as pid:
+        nvml.begin("process", 0, pid, 1 << 20, "C")
+        ((status, seen),) = told(config(tmp_path))["gpu_processes"]
+        assert status is Status.WARNING
+        assert f"{pid} (job \N{REPLACEMENT CHARACTER}, 1 MiB)" in seen
 
 
 def test_gpus_that_are_not_there_or_lost(nvml: FakeNvml, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lull.vmm.host_memory import available_bytes
 from tests.fake_cuda.fixtures import NewFakeCuda
 from tests.fake_cuda.library import GRANULE_BYTES
 from tests.fake_nvml.library import GPU_IS_LOST, LIB_RM_VERSION_MISMATCH, NOT_SUPPORTED, FakeNvml, gpu_uuid, load
+from tests.odd_names import oddly_named
 
 GPU, OTHER = gpu_uuid(0), gpu_uuid(1)
 CAPACITY_BYTES = 32 * GRANULE_BYTES
@@ -88,6 +89,14 @@ def test_lists_are_merged_and_who_only_draws_is_no_stranger(machine: Machine) ->
     seen = Looks().look()[GPU]
     assert seen.bytes_by_pid == {11: 3 * GRANULE_BYTES, 12: 2 * GRANULE_BYTES, 13: 4 * GRANULE_BYTES}
     assert seen.bystanders == {12}
+
+
+def test_a_process_whose_name_is_no_text_is_a_process_like_any_other(machine: Machine) -> None:
+    with oddly_named() as pid:
+        machine().begin("process", 0, pid, GRANULE_BYTES, "C")
+        seen = Looks().look()
+        assert (seen[GPU].bytes_by_pid, seen[GPU].bystanders) == ({pid: GRANULE_BYTES}, frozenset())
+        assert OTHER in seen
 
 
 def test_bytes_that_are_not_told_are_those_that_nobody_is_told_to_have(machine: Machine) -> None:

@@ -96,6 +96,26 @@ def test_a_driver_that_hangs_is_waited_for_once_and_then_told_at_once() -> None:
     wait_until(lambda: "b" in probe.look(), 10, "the driver answers again")
 
 
+def test_a_look_that_goes_wrong_is_told_and_the_next_one_is_made() -> None:
+    reads = [0]
+
+    def read() -> Iterator[tuple[str, DeviceFacts | Reason]]:
+        reads[0] += 1
+        yield "a", HERE
+        if reads[0] == 1:
+            b"\xff".decode()
+        yield "b", HERE
+
+    probe = BoundedProbe(read, ["a", "b"], seconds_max=60)
+    began = time.monotonic()
+    seen = probe.look()
+    assert time.monotonic() - began < 30  # nobody waits for what will not come
+    assert list(seen) == ["a"]
+    assert seen.absent["b"].code == "DeviceUnreadable"
+    assert "b: the look at it went wrong: UnicodeDecodeError: " in seen.absent["b"].sentence
+    assert list(probe.look()) == ["a", "b"]
+
+
 def test_looks_at_the_same_time_share_a_read_that_began_after_them() -> None:
     gate, reads = threading.Semaphore(0), [0]
 

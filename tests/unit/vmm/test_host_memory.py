@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from lull.vmm import host_memory
 
 
 def rooms(tmp_path: Path, membership: str, files: dict[str, str]) -> list[int]:
-    (tmp_path / "cgroup").write_text(membership)
+    (tmp_path / "cgroup").write_bytes(os.fsencode(membership))
     for name, content in files.items():
         path = tmp_path / "sys" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,6 +31,19 @@ def test_a_parent_group_limits_too(tmp_path: Path) -> None:
         },
     )
     assert found == [150]
+
+
+def test_names_that_are_no_text_are_names(tmp_path: Path) -> None:
+    group = os.fsdecode(b"job\xff")
+    found = rooms(tmp_path, f"0::/{group}\n", {f"{group}/memory.max": "100", f"{group}/memory.current": "40"})
+    assert found == [60]
+    own = Path("/proc/self/comm")
+    before = own.read_bytes()
+    own.write_bytes(b"job \xff")
+    try:
+        assert (host_memory.lockable_bytes() or 0) >= 0
+    finally:
+        own.write_bytes(before)
 
 
 def test_version_1_and_hybrid_layouts(tmp_path: Path) -> None:
