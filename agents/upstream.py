@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from .errors import AgentError, ConfigError
 from .journal import Journal
+from .key_files import KeyUnusable, read_header_key
 from .loopback import NO_TLS
 from .protocol.wire import OrderEnvelope, PolicyInForce, Register, Registered, ReportBatch, ReportsAnswer
 
@@ -68,9 +69,9 @@ class Upstream:
 
     def read_token(self) -> str:
         try:
-            return self._token_file.read_text().strip()
-        except OSError as error:
-            raise ConfigError(f"token_file {self._token_file}: {error.strerror}") from error
+            return read_header_key(self._token_file)
+        except KeyUnusable as error:
+            raise ConfigError(f"token_file {self._token_file} {error}") from error
 
     async def aclose(self) -> None:
         await self.client.aclose()

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import httpx
 
+from ..key_files import KeyUnusable, read_header_key
 from ..loopback import NO_TLS
 from ..settings import AgentSettings
 from .findings import Finding, failed, not_applicable, ok, warning
@@ -45,14 +46,14 @@ def look_at_server(settings: AgentSettings) -> ServerFacts:
         except httpx.HTTPError as error:
             return ServerFacts(url, trouble=f"{type(error).__name__}: {error}")
         try:
-            token = settings.token_file.read_text().strip()
-        except OSError as error:
-            said = error.strerror or str(error)
+            token = read_header_key(settings.token_file)
+        except KeyUnusable as error:
+            said = f"{settings.token_file} {error}"
             return ServerFacts(url, ready_status=ready.status_code, skew_seconds=skew, token_trouble=said)
         try:
             reply = client.get(f"{url}/api/v1/version", headers={"authorization": f"Bearer {token}"})
             body: Any = reply.json() if reply.status_code == 200 else {}
-        except (httpx.HTTPError, ValueError) as error:  # ValueError: not JSON, or a token that no header can carry
+        except (httpx.HTTPError, ValueError) as error:  # ValueError: not JSON
             said = f"{type(error).__name__}: {error}"
             return ServerFacts(url, ready_status=ready.status_code, skew_seconds=skew, token_trouble=said)
     try:

@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 import httpx
 
 from ..errors import EngineAuthRefused, EngineRefused, EngineTimedOut, EngineUnreachable
+from ..key_files import KeyUnusable, read_header_key
 from ..loopback import loopback_client
 
 _CONNECT_SECONDS: Final = 5.0  # one try
@@ -28,7 +29,7 @@ async def call(
 
     Never repeats what was sent, never follows a redirect. A connection that takes long is tried again: nothing was
     sent, and on this machine it is this process that was slow, or an engine that takes none. Refused ones are not.
-    Raises EngineUnreachable where no connection was taken, EngineTimedOut where the call was sent and was not answered
+    Raises EngineUnreachable where nothing was sent, EngineTimedOut where the call was sent and was not answered
     whole: what it did is unknown then.
     """
     raw = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -53,6 +54,8 @@ async def call(
                         raise
     except httpx.ConnectError as error:
         raise EngineUnreachable(f"{url}: {error}") from error
+    except httpx.LocalProtocolError as error:  # this request cannot be put on the wire: nothing was sent
+        raise EngineUnreachable(f"{method} {url}: {error}") from error
     except httpx.ConnectTimeout as error:
         raise EngineUnreachable(f"{url}: no connection within {seconds_max * _CONNECT_SHARE:.3g} s") from error
     except TimeoutError as error:
@@ -106,17 +109,17 @@ def bearer(key_file: Path | None) -> dict[str, str]:
     if key_file is None:
         return {}
     try:
-        return {"authorization": f"Bearer {key_file.read_text().strip()}"}
-    except OSError as error:
-        raise EngineAuthRefused(f"the key {key_file} cannot be read: {error.strerror}") from error
+        return {"authorization": f"Bearer {read_header_key(key_file)}"}
+    except KeyUnusable as error:
+        raise EngineAuthRefused(f"the key {key_file} {error}") from error
 
 
 def is_our_fault(error: BaseException | None) -> bool:
-    """True if our key, or a want of this process's own (descriptors, ports, memory), is behind it."""
+    """True if our key, our own request, or a want of this process (descriptors, ports, memory) is behind it."""
     if isinstance(error, EngineAuthRefused):
         return True
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _LOCAL_WANTS:
+        if isinstance(error, httpx.LocalProtocolError) or (isinstance(error, OSError) and error.errno in _LOCAL_WANTS):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -20,6 +20,7 @@ import httpx
 from ...vmm.lifecycle import MemoryState
 from ...vmm.signing import new_headers
 from ..errors import AgentError, EngineAuthRefused, EngineRefused, EngineTimedOut, EngineUnreachable
+from ..key_files import KeyUnusable, read_key
 from ..protocol.capabilities import Capabilities, trtllm_capabilities
 from ..protocol.policy import CanaryPolicy, EnginePolicy
 from ..protocol.wire import EngineState
@@ -125,9 +126,9 @@ class TrtllmAdapter:
 
     def _read_key(self) -> bytes:
         try:
-            return self._key_file.read_bytes().strip()
-        except OSError as error:
-            raise EngineAuthRefused(f"the control key {self._key_file} cannot be read: {error.strerror}") from error
+            return read_key(self._key_file)
+        except KeyUnusable as error:
+            raise EngineAuthRefused(f"the control key {self._key_file} {error}") from error
 
     def _clock_skew(self, reply: httpx.Response) -> float | None:
         date = reply.headers.get("date")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from ..errors import ConfigError
+from ..key_files import KeyUnusable, read_header_key
 from .base import GateRefused, GateUnreachable
 from .bounded_http import Reply, Tls, exchange
 from .sections import KubernetesSection
@@ -125,9 +126,9 @@ class KubernetesApi:
         if self._token_file is None:
             return {}
         try:
-            return {"authorization": f"Bearer {self._token_file.read_text().strip()}"}
-        except OSError as error:
-            raise GateRefused(f"the token {self._token_file} cannot be read: {error.strerror}") from error
+            return {"authorization": f"Bearer {read_header_key(self._token_file)}"}
+        except KeyUnusable as error:
+            raise GateRefused(f"the token {self._token_file} {error}") from error
 
 
 def _accepted(reply: Reply, asked: str) -> dict[str, Any]:

@@ -20,9 +20,11 @@ import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
+from ..key_files import KeyUnusable, read_key
 from .addresses import IPAddress, refusal
 from .base import GateRefused, GateUnreachable
 from .bounded_http import Reply, Tls, exchange
@@ -41,6 +43,14 @@ def signature(secret: bytes, at: int, call_id: str, body: bytes) -> str:
     """The value of the header."""
     signed = hmac.new(secret, f"v1.{at}.{call_id}.".encode() + body, hashlib.sha256)
     return f"t={at},id={call_id},v1={signed.hexdigest()}"
+
+
+def read_secret(path: Path) -> bytes:
+    """Raises KeyUnusable."""
+    secret = read_key(path)
+    if len(secret) < _SECRET_BYTES_MIN:
+        raise KeyUnusable(f"is shorter than {_SECRET_BYTES_MIN} bytes")
+    return secret
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -73,14 +83,9 @@ class WebhookCaller:
 
     def _secret(self) -> bytes:
         try:
-            secret = self._section.secret_file.read_bytes().strip()
-        except OSError as error:
-            raise GateRefused(f"webhook.secret_file {self._section.secret_file}: {error.strerror}") from error
-        if len(secret) < _SECRET_BYTES_MIN:
-            raise GateRefused(
-                f"webhook.secret_file {self._section.secret_file}: shorter than {_SECRET_BYTES_MIN} bytes"
-            )
-        return secret
+            return read_secret(self._section.secret_file)
+        except KeyUnusable as error:
+            raise GateRefused(f"webhook.secret_file {self._section.secret_file} {error}") from error
 
     async def _checked_address(self) -> IPAddress:
         """The one that is connected to. Every address of the name is checked: a name with a bad one is not trusted."""

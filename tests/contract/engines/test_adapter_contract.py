@@ -164,6 +164,10 @@ def adapter_at(kind: Kind, root: Path, port: int, monkeypatch: pytest.MonkeyPatc
 
 
 ASKED = [kind for kind in ONE_OF_EACH if kind.asks]
+# Their key is for the canary.
+ASKED_WITHOUT_A_KEY = ("vllm", "vllm-metal")
+# What a file of a key may hold while it is rotated, or by mistake.
+NO_KEYS = (b"", b" \n", b"old\nnew\n", "schlüssel".encode(), b"\xff\xfekey", b"a" * (1 << 20))
 
 
 @pytest.mark.parametrize("kind", ASKED, ids=_name)
@@ -243,11 +247,34 @@ async def test_the_canary_is_sent_with_the_key_as_it_stands_in_its_file(tmp_path
             assert engine.arrivals[-1].headers["Authorization"] == f"Bearer {text}"
         key.unlink()
         asked = len(engine.arrivals)
-        with pytest.raises(EngineAuthRefused, match=str(key)):
-            await adapter.answer(CANARY)
+        for content in (None, *NO_KEYS):
+            if content is not None:
+                key.write_bytes(content)
+            with pytest.raises(EngineAuthRefused, match=str(key)):
+                await adapter.answer(CANARY)
         assert len(engine.arrivals) == asked
     finally:
         await engine.stop()
+
+
+@pytest.mark.parametrize("kind", ASKED, ids=_name)
+async def test_a_key_file_that_holds_no_key_is_our_fault_and_nothing_is_sent(
+    tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one is for a moment while it is rotated."""
+    async with server((200, b"{}")) as port:
+        rig = Elsewhere(kind, tmp_path)
+        settings = rig.settings_at(port)
+        adapter = rig.adapter(settings.model_copy(update={"api_key_file": rig.key_file}))
+        told = await adapter.observe()
+        for content in (b"", b" \n") if kind.signs else NO_KEYS:
+            rig.key_file.write_bytes(content)
+            seen = await adapter.observe()
+            if kind.kind in ASKED_WITHOUT_A_KEY:
+                assert seen == told
+            else:
+                assert (seen.state, seen.is_our_fault) == (EngineState.UNREACHABLE, True), content
+                assert str(rig.key_file) in seen.detail
 
 
 # ---- policies ---------------------------------------------------------------------------------------------------

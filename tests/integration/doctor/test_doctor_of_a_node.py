@@ -193,12 +193,17 @@ def test_key_files_that_others_can_read_or_that_are_none(tmp_path: Path) -> None
     told = {one["subject"]: (one["status"], one["way_out"]) for one in found["key_files"]}
     assert told["engines.small.api_key_file"] == ("failed", f"chmod 0600 {key}")
     assert told["engines.small.control_key_file"][0] == "failed"
-    assert told["token_file"] == ("failed", "write the key into it")
+    assert told["token_file"] == ("failed", "write the key into it, and nothing else")
     key.chmod(0o600)
     (tmp_path / "token").write_text("lull_test")
     _, found = doctor(config)
     told = {one["subject"]: (one["status"], one["way_out"]) for one in found["key_files"]}
     assert [told[name][0] for name in ("token_file", "engines.small.api_key_file")] == ["ok", "ok"]
+    for content in (b"old\nnew\n", "schlüssel".encode(), b"\xff\xfekey"):
+        key.write_bytes(content)
+        _, found = doctor(config)
+        (seen,) = [one for one in found["key_files"] if one["subject"] == "engines.small.api_key_file"]
+        assert (seen["status"], "printable ASCII" in seen["seen"]) == ("failed", True)
 
 
 def test_a_data_directory_that_is_a_file_open_to_others_or_quarantined(tmp_path: Path) -> None:

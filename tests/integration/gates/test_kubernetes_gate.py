@@ -151,6 +151,10 @@ async def test_a_token_is_read_again_and_a_wrong_one_is_refused(rig: KubernetesR
         await close(gate)
     (rig.folder / "token").write_text("the next one")
     await close(gate)
+    for content in (b"", b"old\nnew\n", b"\xff\xfetoken"):
+        (rig.folder / "token").write_bytes(content)
+        with pytest.raises(GateRefused, match=r"the token .* (is empty|holds more than one line)"):
+            await close(gate)
     (rig.folder / "token").unlink()
     with pytest.raises(GateRefused, match="cannot be read"):
         await close(gate)

@@ -1,0 +1,35 @@
+"""Engines that serve, or that somebody else has stopped, and that the agent cannot ask: none of them is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lull.agents.protocol.loans import LoanStep
+from tests.engines.stand_in_node import StandInNode, StandInUnderTest, stand_in_node
+
+KEPT = ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+
+
+def alerts(node: StandInNode) -> list[str]:
+    return [alert["code"] for alert in node.reports("alert")]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfekey"], ids=["empty", "no text"])
+async def test_a_key_file_that_holds_no_key_for_a_while_costs_neither_engine_nor_agent(
+    tmp_path: Path, content: bytes
+) -> None:
+    key = tmp_path / "api.key"
+    key.write_text("user\n")
+    async with stand_in_node(tmp_path, StandInUnderTest(flags=KEPT, settings={"api_key_file": str(key)})) as node:
+        first = node.keeper().incarnation
+        key.write_bytes(content)
+        await node.until(lambda: "engine_not_observable" in alerts(node), "the alert")
+        assert (await node.ask()).status_code == 200
+        key.write_text("user\n")
+        await node.open_loan(node.job(["true"]))
+        await node.until_closed()
+        assert LoanStep.SPAWNED in node.steps()
+        assert node.keeper().incarnation == first
+        assert "engine_not_running" not in alerts(node)
