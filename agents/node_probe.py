@@ -75,7 +75,7 @@ class Absences:
         for device_id, reason in facts.absent.items():
             before = self._absent.get(device_id)
             self._absent[device_id] = reason
-            if device_id not in self._quarantined or before is not None:
+            if self._quarantined.get(device_id) in (None, before):
                 self._quarantined[device_id] = reason
             if before is None or before.code != reason.code:
                 code = "device_lost" if reason.code == LOST else "device_unreadable"

@@ -67,10 +67,23 @@ def test_one_that_is_only_silent_is_not_lost_until_the_driver_says_so() -> None:
 
 def test_a_quarantine_of_somebody_else_stays() -> None:
     told = Told()
-    mine = told.quarantined["b"] = Reason(code="JournalCorrupt", sentence="look for running jobs")
-    told.absences.see(Facts({}, {"b": SILENT}))
+    theirs = told.quarantined["b"] = Reason(code="JournalCorrupt", sentence="look for running jobs")
+    for reason in (SILENT, SILENT, LOST):
+        told.absences.see(Facts({}, {"b": reason}))
+        assert told.quarantined == {"b": theirs}
     told.absences.see(Facts({"b": HERE}))
-    assert told.quarantined == {"b": mine}
+    assert told.quarantined == {"b": theirs}
+
+
+def test_a_quarantine_of_somebody_else_stays_also_where_it_came_while_the_device_was_silent() -> None:
+    told = Told()
+    told.absences.see(Facts({}, {"b": SILENT}))
+    theirs = told.quarantined["b"] = Reason(code="JournalCorrupt", sentence="look for running jobs")
+    for reason in (SILENT, LOST):
+        told.absences.see(Facts({}, {"b": reason}))
+        assert told.quarantined == {"b": theirs}
+    told.absences.see(Facts({"b": HERE}))
+    assert told.quarantined == {"b": theirs}
 
 
 def test_a_driver_that_hangs_is_waited_for_once_and_then_told_at_once() -> None:
