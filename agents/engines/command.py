@@ -32,6 +32,7 @@ from .outside import EngineOutside
 _STATUS_SECONDS: Final = 10.0
 _OUTPUT_BYTES_MAX: Final = 64 << 10
 _WORDS_MAX: Final = 500
+_KILLED_SECONDS_MAX: Final = 5.0  # to be gone after SIGKILL
 
 DONE: Final = 0
 PARKED: Final = 10
@@ -57,6 +58,7 @@ class CommandAdapter:
         self._settings = settings
         self._base_url = settings.url.rstrip("/")
         self._outside = outside
+        self._unkillable: asyncio.subprocess.Process | None = None  # or on its way to its end
 
     async def aclose(self) -> None:
         """Nothing is kept open between calls."""
@@ -100,8 +102,10 @@ class CommandAdapter:
         )
 
     async def _run(self, argv: Sequence[str] | None, tags: Sequence[str], seconds_max: float) -> Ended:
-        """Raises EngineUnreachable if it cannot be started, EngineTimedOut after it was killed at its bound."""
+        """Raises EngineUnreachable if it cannot be started, EngineTimedOut at its bound, where it is killed."""
         assert argv is not None, "settings refuse this kind without its commands"
+        if (left := self._unkillable) is not None and left.returncode is None:
+            raise EngineUnreachable(f"nothing else is started beside an earlier command: process {left.pid} still runs")
         incarnation = self._outside.incarnation
         environment = {
             # What these commands start is the operator's: it carries none of the marks by which we know what is ours.
@@ -111,24 +115,50 @@ class CommandAdapter:
             "LULL_ENGINE_PID": "" if incarnation is None else incarnation.split(":")[1],
             "LULL_TAGS": ",".join(tags),
         }
-        reading, writing = os.pipe()
+        try:
+            reading, writing = os.pipe()
+        except OSError as error:
+            raise EngineUnreachable(f"{argv[0]} cannot be started: {error.strerror}") from error
         os.set_blocking(reading, False)
         output = _Output(reading)
         loop = asyncio.get_running_loop()
         loop.add_reader(reading, output.read)
         try:
-            code = await _wait(argv, environment, writing, seconds_max)
+            process = await _start(argv, environment, writing)
+            code = await self._end_of(process, argv[0], seconds_max)
             output.read()
         finally:
             loop.remove_reader(reading)
             os.close(reading)
         return Ended(code, output.last_line())
 
+    async def _end_of(self, process: asyncio.subprocess.Process, name: str, seconds_max: float) -> int:
+        """The exit code. At its bound the command is killed."""
+        try:
+            async with asyncio.timeout(seconds_max):
+                return await process.wait()
+        except TimeoutError as error:
+            await self._kill(process)
+            ends = "was killed" if process.returncode is not None else f"cannot be killed: process {process.pid} runs"
+            raise EngineTimedOut(f"{name} did not end within {seconds_max:g} s and {ends}") from error
+        except asyncio.CancelledError:
+            await self._kill(process)
+            raise
 
-async def _wait(argv: Sequence[str], environment: dict[str, str], output: int, seconds_max: float) -> int:
-    """The exit code. At its bound the command is killed, with all that it started and that did not leave its group."""
+    async def _kill(self, process: asyncio.subprocess.Process) -> None:
+        """With all that it started and that did not leave its group. One that became root refuses the signal, and one
+        in an uninterruptible wait does not end of it: neither is waited for without end."""
+        self._unkillable = process
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KILLED_SECONDS_MAX):
+                await process.wait()
+
+
+async def _start(argv: Sequence[str], environment: dict[str, str], output: int) -> asyncio.subprocess.Process:
     try:
-        process = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
@@ -140,16 +170,6 @@ async def _wait(argv: Sequence[str], environment: dict[str, str], output: int, s
         raise EngineUnreachable(f"{argv[0]} cannot be started: {error.strerror}") from error
     finally:
         os.close(output)
-    try:
-        async with asyncio.timeout(seconds_max):
-            return await process.wait()
-    except TimeoutError as error:
-        raise EngineTimedOut(f"{argv[0]} did not end within {seconds_max:g} s and was killed") from error
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
 
 
 class _Output:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import httpx
 
-from ..errors import AgentError
+from ..errors import AgentError, EngineRefused
 from ..protocol.capabilities import KV_CACHE, MODEL_WEIGHTS, Capabilities
 from ..protocol.other_engines import LMDEPLOY
 from ..protocol.policy import CanaryPolicy, EnginePolicy
@@ -45,8 +45,11 @@ class LmdeployAdapter:
             return False
 
     async def capabilities(self) -> Capabilities:
-        described = json_object(accepted(await self._get("/openapi.json")))
-        return read_capabilities([str(path) for path in described.get("paths", ())], self._command)
+        reply = accepted(await self._get("/openapi.json"))
+        paths = json_object(reply).get("paths")
+        if not isinstance(paths, dict):
+            raise EngineRefused(reply.status_code, f"odd /openapi.json: {reply.text[:200]}")
+        return read_capabilities(list(cast("dict[str, Any]", paths)), self._command)
 
     async def observe(self) -> Observation:
         try:

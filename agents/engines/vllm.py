@@ -21,6 +21,7 @@ import structlog
 
 from ...vmm.tags import KEEPS_CONTENTS
 from ..errors import AgentError, EngineRefused, EngineTimedOut, EngineUnreachable
+from ..gates.counting import sum_of_gauges
 from ..processes import command_line
 from ..protocol.capabilities import KV_CACHE, MODEL_WEIGHTS, Capabilities
 from ..protocol.policy import CanaryPolicy, EnginePolicy
@@ -52,7 +53,7 @@ _IDLE_SHARE: Final = 0.25  # of the park call's time: the rest is the sleep's
 _BUSY: Final = 409
 _NOT_FOUND: Final = 404
 _INTERNAL_ERROR: Final = 500
-_REQUESTS: Final = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
+_COUNTS: Final = re.compile(r"^(vllm:num_requests_(?:running|waiting))[{ \t]", re.MULTILINE)
 
 _NO_COUNT: Final = (
     "its /sleep cannot abort requests, and /metrics does not tell how many run: start it without --disable-log-stats,"
@@ -222,10 +223,8 @@ class VllmAdapter:
         deadline = time.monotonic() + seconds_max
         pause = _IDLE_POLL_SECONDS
         while True:
-            reply = await self._get("/metrics")
-            counts = _REQUESTS.findall(reply.text) if reply.status_code == 200 else []
-            requests = int(sum(float(count) for count in counts))
-            if not counts and not is_drained:
+            requests = _requests(await self._get("/metrics"))
+            if requests is None and not is_drained:
                 raise EngineRefused(_BUSY, _NO_COUNT)
             if not requests:
                 return  # none, or it does not tell: its gate has drained
@@ -318,6 +317,17 @@ class VllmAdapter:
     async def _post(self, path: str, seconds_max: float, query: dict[str, Any] | None = None) -> httpx.Response:
         url = httpx.URL(self._url + path, params=query) if query else httpx.URL(self._url + path)
         return await call("POST", str(url), seconds_max)
+
+
+def _requests(reply: httpx.Response) -> int | None:
+    """How many run or wait; None where it does not tell. A count that is no number is no zero: EngineRefused."""
+    told = set(_COUNTS.findall(reply.text)) if reply.status_code == 200 else set[str]()
+    if not told:
+        return None
+    try:
+        return sum_of_gauges(reply.text, sorted(told))
+    except ValueError as error:
+        raise EngineRefused(_BUSY, f"its /metrics cannot be read: {error}") from error
 
 
 def _state(facts: VllmFacts, told: dict[str, Any], *, sleeping: bool) -> tuple[EngineState, str]:

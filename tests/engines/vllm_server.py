@@ -95,8 +95,8 @@ class VllmServer(StandIn):
         return Reply.of_json(200, {"openapi": "3.1.0", "info": {"title": "FastAPI"}, "paths": paths})
 
     def metrics(self, request: Request) -> Reply:
-        if self.options.no_stats:
-            return Reply(200, b"process_open_fds 12.0\n", "text/plain; version=0.0.4")
+        if self.options.metrics is not None:
+            return Reply(200, self.options.metrics.encode(), "text/plain; version=0.0.4")
         text = (
             "# TYPE vllm:num_requests_running gauge\n"
             f'vllm:num_requests_running{{engine="0",model_name="{self.options.model}"}} {float(self.in_flight)}\n'
@@ -342,7 +342,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", default="0.33.0")
     parser.add_argument("--enable-sleep-mode", action="store_true")
     parser.add_argument("--no-mode", action="store_true", help="sleep moves memory and stops nothing (vllm#53082)")
-    parser.add_argument("--no-stats", action="store_true", help="as --disable-log-stats: no gauges")
+    parser.add_argument("--metrics", default=None, help="what /metrics says, in place of its gauges")
     parser.add_argument("--pool-worker", action="store_true", help="as --worker-cls with lull.vmm pools")
     parser.add_argument("--metal", action="store_true")
     parser.add_argument("--metal-sleep", action="store_true", help="a vllm-metal after 0.3.0")

@@ -209,14 +209,27 @@ async def test_requests_are_not_slept_under_where_nothing_can_abort_them(
         assert engine.held_mib() == 0
 
 
+NAN = 'vllm:num_requests_running{a="}"} NaN\nvllm:num_requests_waiting 0.0'
+# With --disable-log-stats there are names at most.
+NO_COUNT = "# TYPE vllm:num_requests_running gauge\nprocess_open_fds 12.0\n"
+
+
 async def test_a_park_that_may_abort_needs_a_count_where_nothing_can_abort(tmp_path: Path) -> None:
     forced = EnginePolicy(on_drain_deadline="abort_requests")
-    with vllm(tmp_path, "0.33.0", "--no-mode", "--no-stats") as engine:
+    with vllm(tmp_path, "0.33.0", "--no-mode", "--metrics", NO_COUNT) as engine:
         with pytest.raises(EngineRefused, match=r"does not tell how many run.*abort_loan"):
             await adapter_of(engine).park(forced, CALL_SECONDS)
         assert posts(engine) == []
         await adapter_of(engine).park(KEPT, CALL_SECONDS)  # its gate has drained
         assert engine.held_mib() == 0
+
+
+@pytest.mark.parametrize("sample", ['vllm:num_requests_running{a="b"} +Inf', "vllm:num_requests_waiting 1e999", NAN])
+async def test_a_count_that_is_no_number_is_no_zero(tmp_path: Path, sample: str) -> None:
+    with vllm(tmp_path, "0.33.0", "--metrics", f"{sample}\n") as engine:
+        with pytest.raises(EngineRefused, match="are no numbers"):
+            await adapter_of(engine).park(KEPT, CALL_SECONDS)
+        assert posts(engine) == []
 
 
 # ---- lies and deaths --------------------------------------------------------------------------------------------

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lull.agents.engine_process import EngineProcess
+from lull.agents.engines import command
 from lull.agents.engines.command import CommandAdapter
-from lull.agents.errors import EngineRefused, EngineTimedOut
+from lull.agents.errors import EngineRefused, EngineTimedOut, EngineUnreachable
 from lull.agents.processes import identity
 from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import EngineState
 from lull.agents.settings import EngineSettings
+from tests.tracing import held_at_its_end
 from tests.waiting import wait_until_async
 
 
@@ -133,3 +143,74 @@ async def test_a_command_that_cannot_be_started_says_nothing_about_the_engine() 
     assert (seen.state, seen.is_our_fault) == (EngineState.UNREACHABLE, True)
     with pytest.raises(Exception, match="/nowhere/park cannot be started"):
         await adapter(park_command=["/nowhere/park"]).park(EnginePolicy(), 5)
+
+
+async def test_a_command_that_cannot_be_killed_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one in an uninterruptible wait: the agent goes on, and starts no other beside it."""
+    monkeypatch.setattr(command, "_KILLED_SECONDS_MAX", 0.3)
+    pid_file = tmp_path / "pid"
+    one = adapter(park_command=sh(f"echo $$ > {pid_file}; exec sleep 600"))
+    park = asyncio.create_task(one.park(EnginePolicy(), 2))
+    pid = int(await wait_until_async(lambda: pid_file.exists() and pid_file.read_text(), 5, "its pid"))
+    with held_at_its_end(pid) as tracer:
+        if tracer is None:
+            pytest.skip("this machine forbids tracing")
+        with pytest.raises(EngineTimedOut, match=f"cannot be killed: process {pid} runs"):
+            await asyncio.wait_for(park, 10)
+        seen = await one.observe()
+        assert (seen.state, seen.is_our_fault) == (EngineState.UNREACHABLE, True)
+        assert f"process {pid}" in seen.detail
+        tracer.let_go()
+        await wait_until_async(lambda: identity(pid) is None, 5, "that it is reaped")
+        assert (await one.observe()).state is EngineState.RUNNING
+
+
+@contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_an_agent_without_descriptors_says_nothing_about_the_engine() -> None:
+    one = adapter()
+    with no_more_descriptors():
+        seen = await one.observe()
+        with pytest.raises(EngineUnreachable, match="Too many open files"):
+            await one.park(EnginePolicy(), 5)
+    assert (seen.state, seen.is_our_fault) == (EngineState.UNREACHABLE, True)
+    assert (await one.observe()).state is EngineState.RUNNING
+
+
+BECOMES_ROOT = "#include <unistd.h>\nint main(void) { return setresuid(0, 0, 0) || sleep(2); }\n"
+AS_NOBODY = """
+import asyncio, os, sys
+from lull.agents.engines import command
+from tests.unit.agents.test_command_adapter import adapter
+command._KILLED_SECONDS_MAX = 0.2
+os.setgid(65534)
+os.setuid(65534)
+seen = asyncio.run(adapter(observe_command=[sys.argv[1]], observe_seconds_max=0.3).observe())
+print(seen.state.value, seen.detail)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a command that becomes root")
+def test_a_command_that_became_root_is_let_be() -> None:
+    """As `sudo` does: this user may not end it."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    assert compiler, "install gcc"
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is closed to others
+        Path(folder).chmod(0o755)
+        becomes_root = Path(folder) / "becomes_root"
+        subprocess.run([compiler, "-xc", "-", "-o", becomes_root], input=BECOMES_ROOT, text=True, check=True)
+        becomes_root.chmod(0o4755)
+        argv = [sys.executable, "-c", AS_NOBODY, str(becomes_root)]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    assert done.stdout.startswith("unreachable "), done.stderr
+    assert "cannot be killed" in done.stdout

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from lull.agents.engines import lmdeploy, sglang
+from lull.agents.errors import EngineRefused
 from lull.agents.protocol.capabilities import MODEL_WEIGHTS, refusal
 from lull.agents.protocol.policy import EnginePolicy
 from lull.vmm.tags import RestoreMode
+from tests.engines.canned_server import canned
 
 INFO: dict[str, Any] = {"version": "0.5.23", "enable_memory_saver": True, "enable_weights_cpu_backup": True}
 LOST = EnginePolicy(restore_modes={"model_weights": RestoreMode.NONE, "kv_cache": RestoreMode.NONE})
@@ -46,6 +48,13 @@ def test_sglang_without_its_memory_saver_or_its_words() -> None:
         sglang.read_capabilities({**INFO, "enable_memory_saver": False}).unsupported or ""
     )
     assert sglang.read_capabilities({}).unsupported is not None
+
+
+@pytest.mark.parametrize("body", [b'{"paths": null}', b'{"paths": ["/sleep"]}', b'{"openapi": "3.1.0"}'])
+async def test_lmdeploy_that_does_not_show_its_routes_is_refused(body: bytes) -> None:
+    async with canned({"/openapi.json": body}) as url:
+        with pytest.raises(EngineRefused, match=r"odd /openapi\.json"):
+            await lmdeploy.LmdeployAdapter(url, "intern", ()).capabilities()
 
 
 def test_lmdeploy_by_its_routes_and_its_command() -> None:
