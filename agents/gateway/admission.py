@@ -163,13 +163,7 @@ class Admission:
     def give_up_held(self, reason: Refusal) -> None:
         """What is held here waits at a sibling instead, or is refused."""
         for ticket in list(self._held):
-            home = ticket.siblings.home(other_than=self)
-            if home is None:
-                self._refuse(ticket, reason)
-                ticket.on_change()
-            else:
-                self._move(ticket, home)
-                home._held[ticket] = None
+            self._rehome(ticket, reason)
 
     def refuse_held(self, reason: Refusal) -> None:
         """Nobody will open again."""
@@ -285,15 +279,8 @@ class Admission:
         """This engine serves the siblings' model no more: what waits for it does so elsewhere."""
         for ticket in [ticket for ticket in self._queue if ticket.siblings is siblings]:
             del self._queue[ticket]
-            if ticket.gate is not self:
-                continue
-            home = siblings.home(other_than=self)
-            if home is None:
-                self._refuse(ticket, Refusal.ROUTE_REMOVED)
-                ticket.on_change()
-            else:
-                self._move(ticket, home)
-                home._held[ticket] = None
+            if ticket.gate is self:
+                self._rehome(ticket, Refusal.ROUTE_REMOVED)
 
     def join_group(self, waiting: Sequence[Ticket]) -> None:
         """This engine serves one more model: it takes those that wait for it too, in the order of all."""
@@ -322,6 +309,16 @@ class Admission:
         self._held.pop(ticket, None)
         for gate in ticket.siblings.gates:
             gate._queue.pop(ticket, None)
+
+    def _rehome(self, ticket: Ticket, reason: Refusal) -> None:
+        """What is held here counts at a sibling from now on; where none has a place for it, it is refused."""
+        home = ticket.siblings.home(other_than=self)
+        if home is None:
+            self._refuse(ticket, reason)
+            ticket.on_change()
+        else:
+            self._move(ticket, home)
+            home._held[ticket] = None
 
     def _move(self, ticket: Ticket, other: Admission) -> None:
         self._held.pop(ticket, None)
