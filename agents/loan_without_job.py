@@ -1,8 +1,10 @@
 """A loan without a job: the engine sleeps until its time is over, somebody resumes it, or a request waits at its gate.
 
 The agent alone ends it, with no scheduler in sight. A request counts from the moment on that the gate is closed: one
-that comes while the engine still drains ends the loan before anything is released. While an attempt runs in the loan
-requests wait as in any other; they are looked at again when it has ended.
+that comes while the engine still drains ends the loan before anything is released. One that is refused counts as well
+as one that waits, for every engine that serves its model: the gate counts them from its closing on, so none is missed
+while no agent lives. While an attempt runs in the loan requests wait as in any other; they are looked at again when it
+has ended.
 
 How long the first of them waited for its first byte is measured by the gate. Whose it was is in the journal, so that an
 agent that starts again in between still tells it.
@@ -54,13 +56,9 @@ def refusal(order: OpenLoan, keepers: dict[str, EngineKeeper]) -> str | None:
 
 async def until_wanted(loan: Loan, engine: EngineKeeper) -> None:
     """Recalls the loan once a request wants the engine and no attempt runs. Returns when the loan is recalled."""
-    refuses = loan.policy_of(engine).gate == "refuse"
-    after: int | None = None
     while not loan.recalled:
         try:
-            if refuses and after is None:  # those that are refused do not wait: one more than now is one
-                after = (await engine.gate.observe(engine.engine_id)).requests_total
-            seen = await _wait_wanted(engine.gate, engine.engine_id, after, loan.node.settings.settle_poll_seconds)
+            seen = await _wait_wanted(engine.gate, engine.engine_id, loan.node.settings.settle_poll_seconds)
         except GateRouteUnknown:
             await _make_route(engine)
             continue
@@ -68,9 +66,7 @@ async def until_wanted(loan: Loan, engine: EngineKeeper) -> None:
             log.warning("the gate does not answer; it is asked again", engine=engine.name, error=str(error))
             await asyncio.sleep(_GATE_SECONDS)
             continue
-        if after is not None and seen.requests_total < after:
-            after = 0  # a gateway that was started anew counts from nothing
-        if not seen.held and not (after is not None and seen.requests_total > after):
+        if not seen.held and not seen.asked_since_closed:
             continue
         if loan.live_attempts:
             await asyncio.gather(*(run.ended.wait() for run in loan.live_attempts))
@@ -81,9 +77,9 @@ async def until_wanted(loan: Loan, engine: EngineKeeper) -> None:
             loan.recall(REQUEST)
 
 
-async def _wait_wanted(gate: KeptGate, engine_id: str, after: int | None, poll_seconds: float) -> GateObservation:
+async def _wait_wanted(gate: KeptGate, engine_id: str, poll_seconds: float) -> GateObservation:
     try:
-        return await gate.wait_wanted(engine_id, _WAIT_SECONDS, after)
+        return await gate.wait_wanted(engine_id, _WAIT_SECONDS)
     except GateRefused as error:
         log.debug("the gateway is older than its agent: it is polled", error=str(error))
     await asyncio.sleep(poll_seconds)

@@ -62,6 +62,8 @@ class GateObservation:
     disconnected_total: int = 0
     # Since the gate was last closed: from the coming of the first request that had waited to its first byte.
     first_byte_seconds: float | None = None
+    # Since the gate was last closed: those that were refused because no engine that serves them was open.
+    asked_since_closed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,8 @@ class SaysWhoCounts(Protocol):
 class TellsRequests(Protocol):
     """A gate that sees the requests which come while it is closed."""
 
-    async def wait_wanted(self, engine_id: str, seconds: float, after: int | None) -> GateObservation:
-        """Waits until a request waits at the gate or more than ``after`` have come, at most ``seconds``."""
+    async def wait_wanted(self, engine_id: str, seconds: float) -> GateObservation:
+        """Waits until a request waits at the closed gate or was refused by it, at most ``seconds``."""
         ...
 
 

@@ -55,7 +55,9 @@ class _RouteDocument(BaseModel):
     refused_total: int
     failed_total: int
     disconnected_total: int
-    first_byte_seconds: float | None = None  # a gateway that is older than its agent does not tell
+    # A gateway that is older than its agent does not tell these.
+    first_byte_seconds: float | None = None
+    asked_since_closed: int = 0
 
     def observation(self) -> GateObservation:
         return GateObservation(**self.model_dump(exclude={"engine_id"}))
@@ -109,12 +111,11 @@ class GatewayGate:
             if in_flight == 0 or loop.time() >= deadline:
                 return in_flight
 
-    async def wait_wanted(self, engine_id: str, seconds: float, after: int | None) -> GateObservation:
-        """Waits until a request waits here or more than ``after`` have come, at most ``seconds``. GateRefused by a
-        gateway that is older than its agent."""
+    async def wait_wanted(self, engine_id: str, seconds: float) -> GateObservation:
+        """Waits until a request waits here or was refused, at most ``seconds``. GateRefused by a gateway that is older
+        than its agent."""
         wait_seconds = min(seconds, _POLL_SECONDS_MAX)
-        more = "" if after is None else f"&after={after}"
-        path = f"{_path(engine_id, '/wanted')}?seconds={math.ceil(wait_seconds * 1000) / 1000}{more}"
+        path = f"{_path(engine_id, '/wanted')}?seconds={math.ceil(wait_seconds * 1000) / 1000}"
         return _parse(_RouteDocument, await self._call("GET", path, wait_seconds=wait_seconds)).observation()
 
     async def expect_open(self, engine_id: str, seconds: float | None) -> None:

@@ -66,9 +66,9 @@ class BackedHaproxyGate:
             last_request_seconds_ago=both.last_request_seconds_ago,
         )
 
-    async def wait_wanted(self, engine_id: str, seconds: float, after: int | None) -> GateObservation:
+    async def wait_wanted(self, engine_id: str, seconds: float) -> GateObservation:
         """Of the gateway alone: while the gate is closed no request goes anywhere else."""
-        return await self._back.wait_wanted(engine_id, seconds, after)
+        return await self._back.wait_wanted(engine_id, seconds)
 
     async def expect_open(self, engine_id: str, seconds: float | None) -> None:
         """Of the gateway: it is what answers while the gate is closed."""

@@ -115,10 +115,10 @@ class KeptGate:
         """Whether it sees the requests that come while it is closed, so that one can wake the engine."""
         return isinstance(self._gate, TellsRequests)
 
-    async def wait_wanted(self, engine_id: str, seconds: float, after: int | None) -> GateObservation:
+    async def wait_wanted(self, engine_id: str, seconds: float) -> GateObservation:
         if not isinstance(self._gate, TellsRequests):
             raise GateRefused(f"the gate of engine {self._name} does not see requests while it is closed")
-        return await self._gate.wait_wanted(engine_id, seconds, after)
+        return await self._gate.wait_wanted(engine_id, seconds)
 
     async def foretell(self, engine_id: str, seconds: float | None) -> None:
         """Tells clients that wait, where the gate can, in how many seconds it will be opened; None: nobody knows."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
     from .siblings import Siblings
@@ -38,6 +38,10 @@ class Refusal(StrEnum):
     OPENS_TOO_LATE = "opens_too_late"
     ROUTE_REMOVED = "route_removed"
     STOPPING = "gateway_stopping"
+
+
+# None of the engines took the request or let it wait: it wants them all the same.
+_UNSERVED: Final = frozenset({Refusal.GATE_REFUSES, Refusal.HOLD_FULL, Refusal.OPENS_TOO_LATE})
 
 
 class Outcome(StrEnum):
@@ -78,6 +82,8 @@ class AdmissionView:
     # Since the gate was last closed: from the coming of the first request that had waited to its first byte.
     first_byte_seconds: float | None = None
     expected_open_seconds: float | None = None
+    # Since the gate was last closed: those that this engine or a sibling refused because all of them were closed.
+    asked_since_closed: int = 0
 
 
 class Ticket:
@@ -113,6 +119,7 @@ class Admission:
         self._when_idle: dict[Callable[[], None], None] = {}
         self._when_wanted: dict[Callable[[], None], None] = {}
         self._first_byte_seconds: float | None = None
+        self._asked_since_closed = 0
         self._counts: dict[Outcome | Refusal, int] = {}
         self._requests_total = 0
         self._moved_total = 0
@@ -136,6 +143,7 @@ class Admission:
         """Closes the gate (or changes the terms of a closed one) and returns how many requests are in flight."""
         if self.is_open:
             self._first_byte_seconds = None
+            self._asked_since_closed = 0
         self.is_open = False
         self.terms = terms
         self.expected_open_at = expected_open_at
@@ -166,7 +174,7 @@ class Admission:
             self._rehome(ticket, reason)
 
     def refuse_held(self, reason: Refusal) -> None:
-        """Nobody will open again."""
+        """Nobody will open again. Of several gates all are closed first: what waits at one may move to another."""
         for ticket in list(self._held):
             self._refuse(ticket, reason)
             ticket.on_change()
@@ -210,12 +218,13 @@ class Admission:
         if ticket.has_waited and self._first_byte_seconds is None and self.is_open:
             self._first_byte_seconds = now - ticket.arrived_at
 
-    def is_wanted(self, after: int | None) -> bool:
-        """A request waits here, or more than ``after`` have come in all: those of a gate that refuses do not wait."""
-        return bool(self._queue) or (after is not None and self._requests_total > after)
+    @property
+    def is_wanted(self) -> bool:
+        """A request waits for this engine, or did not even find a place to wait since its gate was closed."""
+        return bool(self._queue or self._asked_since_closed)
 
     def when_wanted(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Calls ``callback`` once, when the next request comes to the closed gate; the result takes it back."""
+        """Calls ``callback`` once, when the next request comes while no sibling is open; the result takes it back."""
         self._when_wanted[callback] = None
         return lambda: self._when_wanted.pop(callback, None)
 
@@ -237,6 +246,7 @@ class Admission:
             last_request_seconds_ago=0.0 if self.in_flight else quiet_seconds,
             first_byte_seconds=self._first_byte_seconds,
             expected_open_seconds=None if self.expected_open_at is None else max(0.0, self.expected_open_at - now),
+            asked_since_closed=self._asked_since_closed,
         )
 
     # ---- for Siblings -----------------------------------------------------------------------------------------
@@ -340,6 +350,9 @@ class Admission:
         ticket.state = TicketState.REFUSED
         ticket.refusal = reason
         self._count(reason)
+        if reason in _UNSERVED:
+            for gate in ticket.siblings.gates:
+                gate._asked_since_closed += 1
 
     def _count(self, kind: Outcome | Refusal) -> None:
         self._counts[kind] = self._counts.get(kind, 0) + 1

@@ -138,10 +138,8 @@ class Control:
         return web.json_response({"state": route.view().state, "in_flight": route.admission.in_flight})
 
     async def _wanted(self, request: web.Request) -> web.Response:
-        route, text = self._route(request), request.query.get("after", "")
-        if text and not (text.isdecimal() and len(text) < 19):
-            raise Problem(400, "bad_after", f"after: {text[:50]!r} is not a number of requests.")
-        await self._unless_stopping(route.wait_wanted(_seconds_of(request), int(text) if text else None))
+        route = self._route(request)
+        await self._unless_stopping(route.wait_wanted(_seconds_of(request)))
         return web.json_response(_document(route))
 
     async def _unless_stopping(self, wait: Coroutine[Any, Any, Any]) -> None:

@@ -169,10 +169,10 @@ class Route:
                 forget()
         return self.admission.in_flight
 
-    async def wait_wanted(self, seconds_max: float, after: int | None) -> None:
-        """Returns once a request waits at the gate or more than ``after`` have come, or after ``seconds_max``."""
+    async def wait_wanted(self, seconds_max: float) -> None:
+        """Returns once the closed gate is wanted, or after ``seconds_max``."""
         deadline = time.monotonic() + seconds_max
-        while not self.admission.is_wanted(after) and (left := deadline - time.monotonic()) > 0:
+        while not self.admission.is_wanted and (left := deadline - time.monotonic()) > 0:
             wanted = asyncio.Event()
             forget = self.admission.when_wanted(wanted.set)
             try:

@@ -6,8 +6,8 @@ arrival.
 
 Their policies may differ. It is held if at least one of them holds (`gate = "hold"`) and has room, and counts at that
 one: the one expected to open first, else the one that lets it wait longest. It is refused if none does. What refuses
-meanwhile takes what waits all the same once it is open. Every sibling tells that it is wanted: none can know which one
-will be woken for it.
+meanwhile takes what waits all the same once it is open. Every sibling tells that it is wanted, also by what is refused:
+none can know which one will be woken for it.
 """
 
 from __future__ import annotations

@@ -25,10 +25,12 @@ def sleeper(**policy: Any) -> EngineUnderTest:
     return EngineUnderTest(policy={"settle_seconds_max": 30, **policy})
 
 
-async def park(node: AgentNode, *, loan_id: str = "loan-1", epoch: int = 1, **terms: Any) -> None:
+async def park(
+    node: AgentNode, *, loan_id: str = "loan-1", epoch: int = 1, engines: list[str] | None = None, **terms: Any
+) -> None:
     """As the scheduler orders it."""
     without_job = WithoutJob(**terms)
-    keepers = [node.keeper(engine.name) for engine in node.engines]
+    keepers = [node.keeper(name) for name in engines or [engine.name for engine in node.engines]]
     order = OpenLoan(
         loan_id=loan_id,
         epoch=epoch,
@@ -175,6 +177,50 @@ async def test_a_gate_that_refuses_is_opened_by_the_first_that_it_refused(tmp_pa
         await node.until_closed()
         assert node.states() == STATES
         assert (await node.ask()).status_code == 200
+
+
+async def test_one_that_finds_no_room_to_wait_wakes_the_engine_too(tmp_path: Path) -> None:
+    async with agent_node(tmp_path, sleeper(hold_requests_max=0)) as node:
+        await park(node)
+        await asleep(node)
+        assert (await node.ask()).status_code == 503
+        await node.until_closed()
+        assert node.states() == STATES
+        assert (await node.ask()).status_code == 200
+
+
+async def test_one_that_was_refused_while_no_agent_lived_wakes_the_engine(tmp_path: Path) -> None:
+    async with agent_node(tmp_path, sleeper(gate="refuse")) as node:
+        await park(node)
+        await asleep(node)
+        await node.crash()
+        assert (await node.ask()).status_code == 503
+        await node.start()
+        await node.until_closed()
+        assert node.states() == STATES
+        assert [one["reason"] and one["reason"]["code"] for one in node.reports("loan_changed")][4] == "Request"
+
+
+async def test_one_that_is_refused_wakes_every_engine_that_serves_its_model(tmp_path: Path) -> None:
+    both = [
+        EngineUnderTest(
+            name=name,
+            devices=[index],
+            extra=["--name", "m"],
+            policy={"settle_seconds_max": 30, "gate": "refuse"},
+            more={"models": ["m"]},
+        )
+        for index, name in enumerate(("alpha", "beta"))
+    ]
+    async with agent_node(tmp_path, *both, capacities=[16 << 20, 16 << 20]) as node:
+        for number, engine in enumerate(both, 1):
+            await park(node, loan_id=f"loan-{number}", epoch=number, engines=[engine.name])
+            await asleep(node, f"loan-{number}")
+        assert (await node.ask("m")).status_code == 503
+        for number in (1, 2):
+            await node.until_closed(f"loan-{number}")
+            assert node.states(f"loan-{number}") == STATES
+        assert (await node.ask("m")).status_code == 200
 
 
 async def test_a_job_runs_in_the_sleep_and_a_request_waits_for_its_end(tmp_path: Path) -> None:

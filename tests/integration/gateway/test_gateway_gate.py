@@ -388,7 +388,7 @@ async def test_calls_are_bounded(sockets: Any) -> None:
 
 async def test_who_waits_for_a_request_hears_of_it_at_once(start: Any) -> None:
     world = await start(open_gate=False)
-    waiting = asyncio.create_task(world.gate.wait_wanted("e1", 30.0, None))
+    waiting = asyncio.create_task(world.gate.wait_wanted("e1", 30.0))
     asking = world.ask(n=1)
     seen = await asyncio.wait_for(waiting, 10)
     assert (seen.held, seen.first_byte_seconds) == (1, None)
@@ -399,13 +399,13 @@ async def test_who_waits_for_a_request_hears_of_it_at_once(start: Any) -> None:
     assert (await world.gate.close("e1", ClosedTerms("refuse", 0, 1.0))) == 0
     seen = await world.gate.observe("e1")
     assert seen.first_byte_seconds is None
-    waiting = asyncio.create_task(world.gate.wait_wanted("e1", 30.0, seen.requests_total))
+    waiting = asyncio.create_task(world.gate.wait_wanted("e1", 30.0))
     assert (await world.ask(n=2))[0] == 503
-    assert (await asyncio.wait_for(waiting, 10)).requests_total == seen.requests_total + 1
+    assert (await asyncio.wait_for(waiting, 10)).asked_since_closed == 1
+    assert (await world.gate.wait_wanted("e1", 30.0)).asked_since_closed == 1, "also for whoever asks only now"
 
 
 async def test_nobody_who_comes_is_said_after_the_time(start: Any) -> None:
     world = await start(open_gate=False)
-    assert (await world.gate.wait_wanted("e1", 0.05, 0)).held == 0
-    with pytest.raises(GateRefused, match="after: 'x'"):
-        await world.gate.wait_wanted("e1", 0.05, "x")
+    seen = await world.gate.wait_wanted("e1", 0.05)
+    assert (seen.held, seen.asked_since_closed) == (0, 0)

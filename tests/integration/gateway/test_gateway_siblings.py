@@ -228,3 +228,16 @@ async def test_a_timer_that_fires_in_the_turn_of_the_opening_sends_nothing_twice
         connection._on_hold_timer()
     assert {status for status, _, _ in await asyncio.gather(*asking)} == {200}
     assert sorted(pair.other.bodies("n")) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("one", "two"), [(("refuse", 9), ("refuse", 9)), (("refuse", 9), ("hold", 0))])
+async def test_one_that_is_refused_is_told_to_whoever_watches_any_of_them(
+    pair: Pair, one: tuple[str, int], two: tuple[str, int]
+) -> None:
+    await pair.close("e1", *one)
+    await pair.close("e2", *two)
+    waiting = [asyncio.create_task(pair.world.gate.wait_wanted(engine_id, 30.0)) for engine_id in ("e1", "e2")]
+    assert (await pair.world.ask())[0] == 503
+    seen = await asyncio.wait_for(asyncio.gather(*waiting), 10)
+    assert [(each.asked_since_closed, each.held) for each in seen] == [(1, 0), (1, 0)]
+    assert sum(each.requests_total for each in seen) == 1

@@ -49,8 +49,14 @@ class Gates(RuleBasedStateMachine):
             self.told[number] += 1
             self._look()
 
+        wanted = {gate: gate.view(self.now).asked_since_closed for gate in self.gates}
         ticket = siblings.arrive(self.now, tell, patient=patient)
         self.tickets.append(ticket)
+        for gate, asked in wanted.items():
+            refused = ticket.state is TicketState.REFUSED and gate in siblings.gates
+            assert gate.view(self.now).asked_since_closed == asked + refused
+        if not was_open:
+            assert all(gate.is_wanted for gate in siblings.gates), "any of them may be woken for it"
         if ticket.state is TicketState.HELD:
             self.held_first.add(ticket)
         if was_open:

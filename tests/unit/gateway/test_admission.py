@@ -222,18 +222,51 @@ def test_a_closed_gate_tells_that_it_is_wanted() -> None:
     door.admission.when_wanted(lambda: calls.append("kept"))
     door.arrive()
     door.admission.close(Terms())
-    assert not door.admission.is_wanted(1)
+    assert not door.admission.is_wanted
     assert calls == []
     door.admission.when_wanted(lambda: calls.append("taken back"))()
     door.arrive()
     assert calls == ["kept"]
-    assert door.admission.is_wanted(None)
+    assert door.admission.is_wanted
+    door.admission.finish(door.tickets[-1], 1.0, Outcome.DISCONNECTED)
+    assert not door.admission.is_wanted, "nobody waits"
 
 
-def test_a_gate_that_refuses_is_wanted_once_more_have_come() -> None:
-    door = Door(gate="refuse")
-    before = door.admission.view(0.0).requests_total
+@pytest.mark.parametrize("terms", [Terms(gate="refuse"), Terms(hold_requests_max=0)])
+@pytest.mark.parametrize("other", [Terms(gate="refuse"), Terms(hold_requests_max=0)])
+def test_one_that_is_refused_is_asked_of_all_that_serve_its_model(terms: Terms, other: Terms) -> None:
+    one, two, apart = Admission(terms), Admission(other), Admission()
+    siblings = Siblings((one, two))
+    told: list[Admission] = []
+    for gate in (one, two, apart):
+        gate.when_wanted(lambda gate=gate: told.append(gate))
+    for asked in (1, 2):
+        assert siblings.arrive(0.0, lambda: None).state is TicketState.REFUSED
+        assert [gate.view(0.0).asked_since_closed for gate in (one, two, apart)] == [asked, asked, 0]
+    assert told == [one, two]
+    assert [gate.is_wanted for gate in (one, two, apart)] == [True, True, False]
+    assert sum(gate.view(0.0).requests_total for gate in (one, two)) == 2, "each counts once"
+    one.close(Terms(gate="refuse"))
+    assert one.is_wanted, "it was closed already"
+    one.open()
+    siblings.arrive(0.0, lambda: None)
+    one.close(Terms(gate="refuse"))
+    assert not one.is_wanted
+    assert two.is_wanted
+
+
+def test_one_whose_time_to_wait_is_over_is_not_asked_any_more() -> None:
+    door = Door(hold_seconds_max=5.0)
+    door.admission.expire(door.arrive(0.0), 5.0)
+    assert door.states() == [TicketState.REFUSED]
+    assert not door.admission.is_wanted
+
+
+def test_those_that_a_closing_gate_refuses_are_asked_of_it() -> None:
+    door = Door()
     door.arrive()
-    assert not door.admission.is_wanted(None)
-    assert door.admission.is_wanted(before)
-    assert not door.admission.is_wanted(before + 1)
+    door.arrive()
+    door.admission.open()
+    door.admission.close(Terms(gate="refuse"))
+    assert door.states() == [TicketState.ADMITTED, TicketState.REFUSED]
+    assert door.admission.view(0.0).asked_since_closed == 1
