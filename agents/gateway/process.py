@@ -157,6 +157,7 @@ class Gateway:
         self.relay.stop()
         for route in self.routes:
             route.admission.close(route.admission.terms)
+        for route in self.routes:  # once all are closed: what waits at one that closes may move to another
             route.admission.refuse_held(Refusal.STOPPING)
         await self._finish_in_flight(hurry)
         self._control.stopping.set()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -241,3 +243,28 @@ async def test_one_that_is_refused_is_told_to_whoever_watches_any_of_them(
     seen = await asyncio.wait_for(asyncio.gather(*waiting), 10)
     assert [(each.asked_since_closed, each.held) for each in seen] == [(1, 0), (1, 0)]
     assert sum(each.requests_total for each in seen) == 1
+
+
+async def test_a_gateway_that_ends_refuses_also_what_moves_when_a_gate_closes(pair: Pair) -> None:
+    """The last of them counts at e2, which is open and still sends the first; it waits at e1 once e2 is closed."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as mute, contextlib.ExitStack() as stack:
+        while True:  # until the kernel leaves whoever connects without an answer
+            client = stack.enter_context(socket.socket())
+            client.settimeout(0.2)
+            try:
+                client.connect(mute.getsockname())
+            except TimeoutError:
+                break
+        await pair.world.gate.ensure_route("e2", "two", ["m", "two"], f"http://127.0.0.1:{mute.getsockname()[1]}")
+        await pair.close("e1", "hold")
+        await pair.close("e2", "refuse")
+        asking = [pair.world.ask(n=n) for n in range(2)]
+        await pair.seen("e1", "held", 2)
+        await pair.world.gate.open("e2")
+        await pair.seen("e2", "in_flight", 1)
+        asking.append(pair.world.ask(n=2))
+        await pair.seen("e2", "held", 2)
+        await pair.world.gateway.stop(asyncio.Event())
+    answers = await asyncio.gather(*asking, return_exceptions=True)
+    ends = sorted("cut off" if isinstance(answer, BaseException) else str(answer[0]) for answer in answers)
+    assert ends == ["503", "503", "cut off"]
