@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from ..command_flags import flag
 from ..processes import command_line, environ_value
 from ..settings import AgentSettings, EngineSettings
 from .findings import Finding, failed, not_applicable, ok, warning
@@ -33,15 +34,11 @@ class Started:
         self.environ = environ
         self.devices = devices
 
-    def has(self, *flags: str) -> bool:
-        return any(word == flag or word.startswith(f"{flag}=") for word in self.words for flag in flags)
+    def flag(self, *names: str) -> str | None:
+        return flag(self.words, *names)
 
-    def value(self, *flags: str) -> str:
-        for number, word in enumerate(self.words):
-            name, _, value = word.partition("=")
-            if name in flags:
-                return value or "".join(self.words[number + 1 : number + 2])
-        return ""
+    def has(self, *flags: str) -> bool:
+        return any(self.flag(name) is not None for name in flags)
 
     @property
     def is_the_engine_itself(self) -> bool:
@@ -83,8 +80,8 @@ def _vllm(name: str, one: Started) -> list[Finding]:
     if not one.has("--enable-sleep-mode", "--worker-cls", "--sleep-mode-backend"):
         seen = "--enable-sleep-mode is missing: /sleep answers 200 and frees nothing"
         found.append(failed(seen, "add --enable-sleep-mode to its command", name))
-    ranks = one.value("--tensor-parallel-size", "-tp")
-    if ranks not in ("", "1") and not one.has("--disable-custom-all-reduce"):
+    ranks = one.flag("--tensor-parallel-size", "-tp")
+    if ranks not in (None, "", "1") and not one.has("--disable-custom-all-reduce"):
         seen = f"-tp {ranks} with custom all-reduce: it may crash while it captures graphs (vllm#45611)"
         found.append(warning(seen, "add --disable-custom-all-reduce", name))
     return found

@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 
 import httpx
 
+from ..command_flags import flag
 from ..errors import AgentError, EngineRefused
 from ..protocol.capabilities import KV_CACHE, MODEL_WEIGHTS, Capabilities
 from ..protocol.other_engines import LMDEPLOY
@@ -89,10 +90,11 @@ def read_capabilities(paths: Sequence[str], command: Sequence[str]) -> Capabilit
     if missing:
         why = f"this LMDeploy has no {', '.join(missing)}; its sleep routes are there from 0.8 on"
         return Capabilities(engine="LMDeploy", unsupported=why)
-    if "turbomind" in command:
+    backend = flag(command, "--backend")
+    if backend == "turbomind":
         why = "LMDeploy's TurboMind engine answers 200 to /sleep and frees nothing; start it with --backend pytorch"
         return Capabilities(engine="LMDeploy (TurboMind)", unsupported=why)
     fragile = None
-    if "pytorch" not in command:
+    if backend != "pytorch":
         fragile = "no route tells whether TurboMind runs, which frees nothing: give --backend pytorch"
     return LMDEPLOY.model_copy(update={"fragile": fragile})

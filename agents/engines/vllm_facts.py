@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from ..command_flags import flag
 from ..protocol.capabilities import Capabilities, ParkPlan
 from ..protocol.vllm_engines import KV_ONLY, LEVEL_1, LEVEL_2
 
@@ -39,6 +40,16 @@ _NO_DEV_MODE: Final = (
 _DIES_ASLEEP: Final = (
     "any request that reaches it while it sleeps ends it (vllm-project/vllm#15483); 0.25 is the first version to trust"
 )
+
+
+# Ways to share requests between data parallel ranks in which one /sleep does not reach them all.
+_SERVERS_OF_THEIR_OWN: Final = {
+    ("--data-parallel-rank", "-dpn"): "rank is",
+    ("--data-parallel-external-lb", "-dpe"): "rank is",
+    ("--data-parallel-multi-port-external-lb", "-dpm"): "rank is",
+    ("--data-parallel-hybrid-lb", "-dph"): "node has",
+    ("--data-parallel-start-rank", "-dpr"): "node has",  # it means the hybrid one
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +82,12 @@ class VllmFacts:
         """A wake that failed halfway may be asked for again; before, that maps memory twice (#34600)."""
         return self.version >= (0, 25)
 
-    def flag(self, name: str) -> str | None:
-        """The value of ``--name VALUE`` or ``--name=VALUE``, "" for one without; None if it is not there."""
-        for number, word in enumerate(self.words):
-            if word == name:
-                following = self.words[number + 1 : number + 2]
-                return following[0] if following and not following[0].startswith("--") else ""
-            if word.startswith(f"{name}="):
-                return word.partition("=")[2]
-        return None
+    def flag(self, *names: str) -> str | None:
+        return flag(self.words, *names)
 
     @property
     def data_parallel(self) -> int:
-        value = self.flag("--data-parallel-size") or self.flag("-dp") or "1"
+        value = self.flag("--data-parallel-size", "-dp") or "1"
         return int(value) if value.isdecimal() else 1
 
 
@@ -151,9 +155,10 @@ def _why_not(facts: VllmFacts, *, allow_fragile: bool) -> str | None:
         return f"{_DIES_ASLEEP}. To park it all the same: [engines.vllm] allow_fragile = true"
     if facts.data_parallel > 1 and facts.version < (0, 24):
         return "with --data-parallel-size above 1 it dies asleep before 0.24 (vllm-project/vllm#24879)"
-    for flag in ("--data-parallel-rank", "--data-parallel-external-lb"):
-        if facts.flag(flag) is not None:
-            return f"with {flag} every rank is a server of its own that has to be asked; run one server for all ranks"
+    for names, whose in _SERVERS_OF_THEIR_OWN.items():
+        if facts.flag(*names) is not None:
+            many = f"with {' or '.join(names)} every {whose} a server of its own that has to be asked"
+            return f"{many}; run one server for all ranks"
     if facts.flag("--kv-offloading-backend") == "native" and facts.version < (0, 33):
         return "with --kv-offloading-backend native it is dead after its first sleep before 0.33 (#45268)"
     return None
@@ -171,13 +176,12 @@ def _notes(facts: VllmFacts) -> list[str]:
     notes: list[str] = []
     if facts.words and facts.flag("--enable-sleep-mode") is None and facts.flag("--worker-cls") is None:
         notes.append("without --enable-sleep-mode /sleep answers 200 and frees nothing; every park is judged by bytes")
-    if (
-        _above_one(facts.flag("--tensor-parallel-size") or facts.flag("-tp"))
-        and facts.flag("--disable-custom-all-reduce") is None
-    ):
+    if _above_one(facts.flag("--tensor-parallel-size", "-tp")) and facts.flag("--disable-custom-all-reduce") is None:
         notes.append("--disable-custom-all-reduce: sleep mode and IPC of tensor parallel ranks exclude each other")
     if _has_lora(facts) or _speculates(facts):
         notes.append("level 1 only: level 2 loses adapters and drafts, which nothing loads again")
+    if facts.flag("--config") is not None:
+        notes.append("--config: flags in that file are not seen, and what they do to a sleep is not known here")
     if facts.flag("--kv-offloading-backend") is not None:
         notes.append("the host tier of KV offloading stays allocated while it sleeps")
     return notes
@@ -188,7 +192,7 @@ def _has_lora(facts: VllmFacts) -> bool:
 
 
 def _speculates(facts: VllmFacts) -> bool:
-    return any(facts.flag(name) is not None for name in ("--speculative-config", "--speculative-model", "-sc"))
+    return any(facts.flag(*names) is not None for names in (("--speculative-config", "-sc"), ("--speculative-model",)))
 
 
 def _above_one(value: str | None) -> bool:

@@ -62,6 +62,10 @@ def test_lmdeploy_by_its_routes_and_its_command() -> None:
     able = lmdeploy.read_capabilities(routes, ["lmdeploy", "serve", "--backend", "pytorch"])
     assert (able.unsupported, able.fragile) == (None, None)
     assert MODEL_WEIGHTS in able.plans[0].modes
-    assert "frees nothing" in (lmdeploy.read_capabilities(routes, ["--backend", "turbomind"]).unsupported or "")
+    for words in (["--backend", "turbomind"], ["--backend=turbomind"]):
+        assert "frees nothing" in (lmdeploy.read_capabilities(routes, words).unsupported or "")
+    assert lmdeploy.read_capabilities(routes, ["--backend=pytorch"]).fragile is None
+    assert lmdeploy.read_capabilities(routes, ["serve", "/models/pytorch"]).fragile is not None
+    assert lmdeploy.read_capabilities(routes, ["--model-name", "pytorch"]).fragile is not None
     assert "TurboMind" in (lmdeploy.read_capabilities(routes, []).fragile or "")
     assert "/is_sleeping" in (lmdeploy.read_capabilities(routes[:2], []).unsupported or "")

@@ -71,7 +71,22 @@ def test_a_server_that_hides_its_routes_is_judged_by_its_version() -> None:
         ("0.22.0", ("--data-parallel-size", "2"), "#24879"),
         ("0.22.0", ("-dp", "2"), "#24879"),
         ("0.33.0", ("--data-parallel-rank=1",), "every rank is a server of its own"),
+        ("0.22.1", ("--data_parallel_size", "2"), "#24879"),
+        ("0.22.1", ("-dp=2",), "#24879"),
+        ("0.22.1", ("--data-parallel-size", "1", "--data-parallel-size=2"), "#24879"),  # the last one counts
+        ("0.33.0", ("-dpn", "0"), "-dpn every rank is a server of its own"),
+        ("0.33.0", ("--data-parallel-external-lb",), "every rank is a server of its own"),
+        ("0.33.0", ("--data_parallel_external_lb",), "every rank is a server of its own"),
+        ("0.33.0", ("--data-parallel-ext",), "every rank is a server of its own"),  # argparse takes beginnings
+        ("0.33.0", ("-dpe",), "every rank is a server of its own"),
+        ("0.33.0", ("--data-parallel-hybrid-lb",), "every node has a server of its own"),
+        ("0.33.0", ("-dph",), "every node has a server of its own"),
+        ("0.33.0", ("--data-parallel-start-rank=4",), "every node has a server of its own"),  # means hybrid
+        ("0.33.0", ("-dpr", "4"), "every node has a server of its own"),
+        ("0.33.0", ("--data-parallel-multi-port-external-lb",), "every rank is a server of its own"),
+        ("0.33.0", ("-dpm",), "every rank is a server of its own"),
         ("0.32.0", ("--kv-offloading-backend", "native"), "#45268"),
+        ("0.31.0", ("--kv_offloading_backend=native",), "#45268"),
     ],
 )
 def test_what_is_known_to_end_it_is_refused(version: str, words: tuple[str, ...], says: str) -> None:
@@ -104,7 +119,19 @@ def test_versions_below_the_safe_ones_are_marked_fragile(version: str, fragile: 
     assert (able(version, fragile=True).fragile is not None) is fragile
 
 
-@pytest.mark.parametrize("words", [("--enable-lora",), ("--speculative-config", "{}"), ("--lora-modules=a=b",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--enable-lora",),
+        ("--enable_lora",),
+        ("--speculative-config", "{}"),
+        ("--speculative_config={}",),
+        ("--speculative-config.method", "eagle3"),
+        ("-sc", "{}"),
+        ("--lora-modules=a=b",),
+        ("--lora_modules", "a=b"),
+    ],
+)
 def test_adapters_and_drafts_are_kept_at_level_1(words: tuple[str, ...]) -> None:
     """Nothing loads them again after level 2 (vllm-project/vllm#48337, #39934, #55013)."""
     said = refusal(able("0.33.0", *words), LOST)
@@ -132,12 +159,10 @@ def test_what_one_can_do_is_never_more_than_its_kind_can() -> None:
     assert [plan for plan in able("0.33.0").plans if plan not in VLLM.plans] == []
 
 
-def test_flags_are_read_in_both_spellings() -> None:
-    seen = facts("0.33.0", "vllm", "serve", "--a=1", "--b", "2", "--c", "--d")
-    assert [seen.flag(f"--{name}") for name in "abcde"] == ["1", "2", "", "", None]
-
-
 def test_what_an_operator_should_know_is_noted() -> None:
     notes = able("0.33.0", "vllm", "serve", "--tensor-parallel-size", "2", "--kv-offloading-backend=native").notes
     assert [note.partition(" ")[0] for note in notes] == ["without", "--disable-custom-all-reduce:", "the"]
     assert able("0.33.0", "vllm", "serve", "--worker-cls", "lull.x", "-tp", "1").notes == []
+    assert able("0.33.0", "vllm", "serve", "--enable_sleep_mode", "-tp=2", "--disable_custom_all_reduce").notes == []
+    (note,) = able("0.33.0", "vllm", "serve", "--enable-sleep-mode", "--config=/etc/vllm.yaml").notes
+    assert "flags in that file are not seen" in note
