@@ -82,7 +82,8 @@ def explain(job: Job, snapshot: Snapshot, groups: Sequence[Group], now: float) -
 
 
 def _rank(code: str) -> int:
-    return _ORDER.index(code) if code in _ORDER else len(_ORDER)
+    """Any other code is of a trouble after which an engine or a device is left alone for a while."""
+    return _ORDER.index(code if code in _ORDER else "EngineNotReady")
 
 
 def _blocker_of_node(job: Job, groups: Sequence[Group]) -> Blocker:

@@ -57,6 +57,8 @@ class Device:
     free_bytes: int
     foreign_bytes: int = 0  # held by processes that are neither an engine's nor a job's
     quarantined: bool = False
+    not_before: float = 0.0
+    trouble: Reason | None = None  # why not_before was set
 
 
 @dataclass(frozen=True, slots=True)

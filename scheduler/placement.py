@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from ..agents.protocol.wire import EngineState, GateState
+from ..agents.protocol.wire import EngineState, GateState, Reason
 from .model import Device, DeviceId, Engine, EngineId, Job, Loan, LoanId, Node, NodeId, Snapshot
 from .ways import GroupWay, group_ways, whole_of
 
@@ -150,12 +150,12 @@ def _group(
         kept = sum(engine.residual_bytes.get(device.id, 0) for engine in engines)
         whole[device.id] = max(0, device.capacity_bytes - kept)
     ways = group_ways(devices, engines, whole)
-    blocker = _device_blocker(node, devices, lent) or _engine_blocker(devices, engines, now)
+    blocker = _device_blocker(node, devices, lent, now) or _engine_blocker(devices, engines, now)
     measured = bool(engines) and any(way.seconds < _NEVER for way in ways)
     return Group(node, tuple(devices), tuple(engines), whole_of(ways).room_bytes, whole, blocker, ways, measured)
 
 
-def _device_blocker(node: Node, devices: list[Device], lent: Mapping[DeviceId, Loan]) -> Blocker | None:
+def _device_blocker(node: Node, devices: list[Device], lent: Mapping[DeviceId, Loan], now: float) -> Blocker | None:
     if not node.up:
         sentence = f"node {node.name} is silent" if node.silent else f"node {node.name} has not finished registering"
         return Blocker("NodeUnreachable", sentence, {"node": node.name})
@@ -166,7 +166,16 @@ def _device_blocker(node: Node, devices: list[Device], lent: Mapping[DeviceId, L
         if device.id in lent:
             loan = lent[device.id]
             return Blocker("LoanOpen", f"its devices are lent: the loan is {loan.state}", {"loan_id": loan.id})
+    for device in devices:
+        if device.not_before > now:
+            return _left_alone(f"device {device.id}", device, {"device_id": device.id})
     return None
+
+
+def _left_alone(who: str, row: Device | Engine, data: Mapping[str, Any]) -> Blocker:
+    trouble = row.trouble or Reason(code="EngineNotReady", sentence="its last park failed")
+    sentence = f"{who} is left alone for a while: {trouble.sentence}"
+    return Blocker(trouble.code, sentence, {**data, **trouble.data}, row.not_before)
 
 
 def _engine_blocker(devices: list[Device], engines: list[Engine], now: float) -> Blocker | None:
@@ -183,13 +192,7 @@ def _engine_blocker(devices: list[Device], engines: list[Engine], now: float) ->
             sentence = f"engine {engine.name} is {engine.state}, its gate {engine.gate}{doubt}"
             return Blocker("EngineNotReady", sentence, data)
         if engine.not_before > now:
-            trouble = engine.trouble
-            code = trouble.code if trouble else "EngineNotReady"
-            why = trouble.sentence if trouble else "its last park failed"
-            more = trouble.data if trouble else {}
-            return Blocker(
-                code, f"engine {engine.name} is left alone for a while: {why}", {**data, **more}, engine.not_before
-            )
+            return _left_alone(f"engine {engine.name}", engine, data)
         if not here.issuperset(engine.device_ids):
             return Blocker("EngineNotReady", f"engine {engine.name} has devices that are not known yet", data)
     return None

@@ -89,6 +89,10 @@ devices = Table(
     Column("observed_at", Double, nullable=False),
     Column("epoch", BigInteger, nullable=False),
     Column("present", Boolean, nullable=False),  # in the node's last registration
+    # After a loan that was refused there, with no engine on it.
+    Column("not_before", Double, nullable=False, server_default="0"),
+    Column("trouble", JSON(none_as_null=True)),
+    Column("trouble_count", Integer, nullable=False, server_default="0"),
 )
 
 engines = Table(

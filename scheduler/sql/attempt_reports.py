@@ -10,6 +10,7 @@ from ...agents.protocol.loans import LoanState
 from ...agents.protocol.wire import AttemptChanged, AttemptEnd, AttemptState, OrderAnswer, Reason
 from ..lifecycle import EVENT_OF_REPORT, TERMINAL_JOB_STATES, JobEvent, JobState
 from ..tables import attempts, jobs, orders
+from . import park_trouble
 from .changes import (
     as_json,
     end_attempt,
@@ -146,6 +147,7 @@ def _loan_refused(tx: Tx, order: RowMapping, reason: Reason, now: float) -> None
     then this answer belongs to a second delivery."""
     loan = locked_loan(tx, order["loan_id"])
     if loan is not None and not loan["reported"] and loan["state"] != LoanState.CLOSED:
+        park_trouble.left_alone(tx, loan, reason, now)
         set_loan_state(tx, loan, LoanState.CLOSED, now, reason=reason)
 
 

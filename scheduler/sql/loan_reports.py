@@ -3,27 +3,17 @@ were lost and the node's facts win."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from sqlalchemy import RowMapping, insert, select, update
 
-from ...agents.protocol.loans import IllegalLoanTransition, LoanEvent, LoanState, advance
-from ...agents.protocol.wire import LoanChanged, LoanStepTaken, Reason, RecallLoan, RequestAnswered
+from ...agents.protocol.loans import IllegalLoanTransition, LoanState, advance
+from ...agents.protocol.wire import LoanChanged, LoanStepTaken, RecallLoan, RequestAnswered
 from ..tables import engines, loan_steps, loans
-from .changes import AGENT, as_json, backoff_seconds, give_order, locked_loan, one_row, set_loan_state
+from . import park_trouble
+from .changes import AGENT, give_order, locked_loan, one_row, set_loan_state
 from .leadership import ruling_term
 from .writer import Tx
-
-# The park did not work out: closing traffic again at once would not either.
-PARK_TROUBLE: Final = {
-    LoanEvent.DRAIN_DEADLINE_ABORTED: "WaitingForDrain",
-    LoanEvent.PREFLIGHT_REFUSED: "EngineNotReady",
-    LoanEvent.GOLDEN_WRONG: "EngineNotReady",
-    LoanEvent.PARK_REFUSED: "EngineNotReady",
-    LoanEvent.PARK_DEADLINE: "EngineNotReady",
-    LoanEvent.MEMORY_NOT_FREE: "HBMNotFreed",
-    LoanEvent.FOREIGN_PROCESS: "ForeignProcess",
-}
 
 
 def loan_changed(tx: Tx, node_id: str, report: LoanChanged, now: float) -> None:
@@ -44,7 +34,7 @@ def loan_changed(tx: Tx, node_id: str, report: LoanChanged, now: float) -> None:
         if report.state is not LoanState.CLOSED and loan["device_ids"]:
             _recall_closed(tx, loan, report, now)
         return
-    _mark_engines(tx, loan, report, now)
+    park_trouble.note(tx, loan, report, now)
     values: dict[str, Any] = {"reported": True, "missing_incarnation": None}
     if report.engine_lost:
         values["engine_lost"] = True
@@ -93,43 +83,6 @@ def _recall_closed(tx: Tx, loan: RowMapping, report: LoanChanged, now: float) ->
         node_id=loan["node_id"],
         data={"code": "loan_closed_here", "state": report.state},
     )
-
-
-def _mark_engines(tx: Tx, loan: RowMapping, report: LoanChanged, now: float) -> None:
-    """Back-off of the engines after a park that did not work; forgotten once one has."""
-    ids = [report.engine_id] if report.engine_id in loan["engine_ids"] else loan["engine_ids"]
-    if not ids or report.event is None:
-        return
-    if report.event is LoanEvent.MEMORY_FREE:
-        tx.conn.execute(
-            update(engines)
-            .where(engines.c.id.in_(loan["engine_ids"]))
-            .values(trouble=None, trouble_count=0, not_before=0.0)
-        )
-        return
-    code = PARK_TROUBLE.get(report.event)
-    if code is None:
-        return
-    rows = tx.conn.execute(select(engines).where(engines.c.id.in_(ids)).order_by(engines.c.id)).mappings().all()
-    for row in rows:
-        count = row["trouble_count"] + 1
-        reason = report.reason or Reason(code=code, sentence=f"the last park ended with {report.event}")
-        tx.conn.execute(
-            update(engines)
-            .where(engines.c.id == row["id"])
-            .values(trouble=as_json(reason), trouble_count=count, not_before=now + backoff_seconds(count))
-        )
-        tx.event(
-            "park_ineffective" if report.event is LoanEvent.MEMORY_NOT_FREE else "park_failed",
-            f"engine {row['name']}: {reason.sentence}",
-            now,
-            actor=AGENT,
-            severity="warning",
-            engine_id=row["id"],
-            loan_id=loan["id"],
-            node_id=loan["node_id"],
-            data={"reason": as_json(reason), "not_before": now + backoff_seconds(count)},
-        )
 
 
 def step_taken(tx: Tx, node_id: str, report_id: int, report: LoanStepTaken, at: float) -> None:

@@ -106,6 +106,8 @@ def _devices(conn: Connection) -> Iterable[Device]:
             free_bytes=row["free_bytes"],
             foreign_bytes=foreign,
             quarantined=row["quarantined"] is not None,
+            not_before=row["not_before"],
+            trouble=_reason(row["trouble"]),
         )
 
 

@@ -266,6 +266,20 @@ def test_why_a_job_waits_on_the_device_itself() -> None:
     assert reason(decide(silent, 0.0)).code == "NodeUnreachable"
 
 
+def test_a_trouble_that_goes_away_is_said_before_what_can_never_be() -> None:
+    """On one node the engine is left alone for a while, the other one has too small a device."""
+    small = replace(device("d1"), capacity_bytes=10, node_id=NodeId("m"))
+    left = engine("a", "d0", not_before=9.0, trouble=Reason(code="PlanNotHeld", sentence="it would free less"))
+    waits = reason(
+        decide(snapshot(Node(NodeId("m"), "other", True, False), small, device("d0", 40), left, job("j")), 0.0)
+    )
+    assert (waits.code, waits.next_check) == ("PlanNotHeld", 9.0)
+    refused = device("d0", not_before=9.0, trouble=Reason(code="LoanRefused", sentence="the disk is full"))
+    waits = reason(decide(snapshot(refused, job("j")), 0.0))
+    assert (waits.code, waits.next_check, waits.data["device_id"]) == ("LoanRefused", 9.0, "d0")
+    assert decide(snapshot(refused, job("j")), 9.0) != ()
+
+
 def test_a_job_in_back_off_says_the_trouble_and_blocks_nobody() -> None:
     trouble = Reason(code="HBMNotFreed", sentence="it lied")
     actions = decide(snapshot(device("d0"), job("j", not_before=7.0, trouble=trouble), job("k", created_at=9.0)), 0.0)
