@@ -23,6 +23,8 @@ PARK_TROUBLE: Final = {
     LoanEvent.MEMORY_NOT_FREE: "HBMNotFreed",
     LoanEvent.FOREIGN_PROCESS: "ForeignProcess",
 }
+_BEFORE_LENT: Final = (LoanState.DRAINING, LoanState.PARKING, LoanState.SETTLING)
+_SERVES_AGAIN: Final = (LoanEvent.CANARY_RIGHT, LoanEvent.ENGINE_BACK)
 
 # Built once: building a statement costs more than running it.
 _IDS: Final = bindparam("ids", expanding=True)
@@ -36,12 +38,18 @@ _FORGET_ENGINES: Final = (
     .where(engines.c.id.in_(_IDS), engines.c.trouble_count > 0)
     .values(trouble=None, trouble_count=0, not_before=0.0)
 )
+_TROUBLED_ENGINES: Final = select(engines.c.id, engines.c.trouble_count).where(
+    engines.c.id.in_(_IDS), engines.c.trouble.is_not(None)
+)
 
 
 def note(tx: Tx, loan: RowMapping, report: LoanChanged, now: float) -> None:
     """What the report means for the next loan there. ``loan``: as it was before."""
     if report.event is LoanEvent.MEMORY_FREE:
         _forget(tx, loan)
+        return
+    if report.event in _SERVES_AGAIN:
+        _count_from(tx, loan, now)
         return
     code = _trouble_code(LoanState(loan["state"]), report)
     if code is None:
@@ -57,6 +65,8 @@ def _trouble_code(before: LoanState, report: LoanChanged) -> str | None:
     event = report.event
     if event is None:  # the first word of a loan: one that is over with it was refused
         return "LoanRefused" if report.state is LoanState.CLOSED else None
+    if event is LoanEvent.ENGINE_LOST:  # once it is lent, its park has worked
+        return "EngineLost" if before in _BEFORE_LENT else None
     if event is LoanEvent.GROUPS_EMPTY_WITHOUT_ENGINE:
         told = None if report.reason is None else report.reason.code
         return told if before is LoanState.SETTLING and told in PARK_TROUBLE.values() else None
@@ -103,6 +113,13 @@ def _forget(tx: Tx, loan: RowMapping) -> None:
     tx.conn.execute(_FORGET_DEVICES, {"ids": loan["device_ids"]})
     if loan["engine_ids"]:
         tx.conn.execute(_FORGET_ENGINES, {"ids": loan["engine_ids"]})
+
+
+def _count_from(tx: Tx, loan: RowMapping, now: float) -> None:
+    """Until the engines serve again nobody would park them anyway: the back-off counts from now on."""
+    for row in tx.conn.execute(_TROUBLED_ENGINES, {"ids": loan["engine_ids"]}).all():
+        not_before = now + backoff_seconds(row.trouble_count)
+        tx.conn.execute(update(engines).where(engines.c.id == row.id).values(not_before=not_before))
 
 
 def _rows_of(loan: RowMapping) -> tuple[Table, list[str]]:

@@ -11,6 +11,7 @@ import pytest
 from lull.agents.protocol.loans import LoanEvent, LoanState
 from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import (
+    AttemptEnd,
     HostPressure,
     LoanChanged,
     OpenLoan,
@@ -116,6 +117,43 @@ async def test_a_loan_that_just_came_too_late_leaves_nothing_alone(
     await agent.loan(order.loan_id, LoanEvent.GROUPS_EMPTY_WITHOUT_ENGINE, LoanState.CLOSED, reason=reason)
     [row] = (await store.load_snapshot(0.0)).devices
     assert row.not_before == 0.0
+
+
+@pytest.mark.parametrize("last", [LoanState.DRAINING, LoanState.PARKING, LoanState.SETTLING, LoanState.LENT])
+async def test_an_engine_that_dies_in_its_park_is_left_alone_once_it_is_back(
+    store: Store, agent: ModelAgent, submit: Submit, deciding: Deciding, last: LoanState
+) -> None:
+    """Every job in the queue would kill it once."""
+    for _ in range(2):
+        await submit(hbm_bytes=GIB // 2, priority=1)
+    await deciding()
+    order = await agent.one_order()
+    await agent.accept(order)
+    way = {
+        LoanEvent.DRAINED: LoanState.PARKING,
+        LoanEvent.PARKED: LoanState.SETTLING,
+        LoanEvent.MEMORY_FREE: LoanState.LENT,
+    }
+    for event, state in way.items():
+        if last in (LoanState.DRAINING, agent.loans[order.loan_id].state):
+            break
+        await agent.loan(order.loan_id, event, state)
+    dies = Reason(code="EngineLost", sentence="engine alpha ended while it was parked")
+    after = LoanState.LENT if last is LoanState.LENT else LoanState.FAULTED
+    await agent.loan(order.loan_id, LoanEvent.ENGINE_LOST, after, reason=dies, engine_id="alpha")
+    first = (await store.get_engine("alpha")).not_before
+    if last is LoanState.LENT:
+        assert first == 0.0, "its park has worked"
+        return
+    assert first > time.time()
+    for spec in order.attempts:
+        await agent.end(order, spec, AttemptEnd.NOT_STARTED, reason=dies)
+    await agent.loan(order.loan_id, LoanEvent.ENGINE_BACK, LoanState.CLOSED)
+    assert (await store.get_engine("alpha")).not_before > first, "while it was gone nobody could park it anyway"
+    await submit(hbm_bytes=GIB // 2)
+    await deciding()
+    assert await agent.orders() == []
+    assert await deciding(60.0) > 0
 
 
 @pytest.mark.parametrize("how", ["loan", "refused", "stale", "unsupported"])
