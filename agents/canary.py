@@ -13,6 +13,8 @@ def difference(golden: Answer, now: Answer, logprob_tolerance: float) -> str | N
     Token ids and text have to be equal; log-probabilities, where the golden answer has them, within
     ``logprob_tolerance`` (as vLLM 0.32 judges its own snapshots). What golden had and ``now`` lacks is a difference.
     """
+    if not (golden.text or golden.token_ids):
+        return "the golden answer says nothing, so it proves nothing"
     if now.text != golden.text:
         return f"text {now.text[:80]!r} instead of {golden.text[:80]!r}"
     if golden.token_ids is not None and now.token_ids != golden.token_ids:

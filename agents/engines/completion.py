@@ -37,13 +37,16 @@ async def ask_completion(
 
 
 def read_completion(body: dict[str, Any]) -> Answer:
-    """Token ids and log-probabilities where the engine gives them."""
+    """Token ids and log-probabilities where the engine gives them. One with neither text nor tokens is none."""
     choice = body["choices"][0]
     ids = choice.get("token_ids")
     kept = cast("dict[str, Any]", choice.get("logprobs") or {})
     logprobs = kept.get("token_logprobs")
+    text = choice["text"]
+    if not isinstance(text, str) or not (text or ids):
+        raise ValueError("it has neither text nor tokens")
     return Answer(
-        str(choice["text"]),
+        text,
         None if ids is None else tuple(int(i) for i in ids),
         None if logprobs is None else tuple(float(p) for p in logprobs),
     )

@@ -93,9 +93,10 @@ class OllamaAdapter:
             "options": {"temperature": 0, "seed": 0, "num_predict": canary.tokens},
         }
         said = await self._generate(asked, canary.deadline_seconds)
-        if not isinstance(said.get("response"), str):
+        text = said.get("response")
+        if not isinstance(text, str) or not text:
             raise EngineRefused(200, f"odd answer: {str(said)[:200]}")
-        return Answer(said["response"])
+        return Answer(text)
 
     async def _generate(self, fields: dict[str, Any], seconds_max: float) -> dict[str, Any]:
         body = {"model": self._model, "stream": False, **fields}
