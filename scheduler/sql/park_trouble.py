@@ -3,9 +3,10 @@ was refused once would be refused again at once, however many jobs wait; it is f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
-from sqlalchemy import RowMapping, Table, bindparam, select, update
+from sqlalchemy import BindParameter, RowMapping, Table, bindparam, select, update
 
 from ...agents.protocol.loans import LoanEvent, LoanState
 from ...agents.protocol.wire import LoanChanged, Reason
@@ -27,7 +28,7 @@ _BEFORE_LENT: Final = (LoanState.DRAINING, LoanState.PARKING, LoanState.SETTLING
 _SERVES_AGAIN: Final = (LoanEvent.CANARY_RIGHT, LoanEvent.ENGINE_BACK)
 
 # Built once: building a statement costs more than running it.
-_IDS: Final = bindparam("ids", expanding=True)
+_IDS: Final[BindParameter[str]] = bindparam("ids", expanding=True)
 _FORGET_DEVICES: Final = (
     update(devices)
     .where(devices.c.id.in_(_IDS), devices.c.trouble_count > 0)
@@ -55,10 +56,8 @@ def note(tx: Tx, loan: RowMapping, report: LoanChanged, now: float) -> None:
     if code is None:
         return
     reason = report.reason or Reason(code=code, sentence=f"the last park ended with {report.event or 'a refusal'}")
-    if report.engine_id in loan["engine_ids"]:
-        left_alone(tx, loan, reason, now, engine_ids=[report.engine_id], event=report.event)
-    else:
-        left_alone(tx, loan, reason, now, event=report.event)
+    its = [each for each in loan["engine_ids"] if each == report.engine_id]
+    left_alone(tx, loan, reason, now, engine_ids=its, event=report.event)
 
 
 def _trouble_code(before: LoanState, report: LoanChanged) -> str | None:
@@ -79,13 +78,13 @@ def left_alone(
     reason: Reason,
     now: float,
     *,
-    engine_ids: list[str] | None = None,
+    engine_ids: Sequence[str] = (),
     event: LoanEvent | None = None,
 ) -> None:
     """For a while, and the longer the oftener. ``engine_ids``: whose fault it is, if not all of the loan's."""
     table, ids = _rows_of(loan)
-    ids = engine_ids or ids
-    for row in tx.conn.execute(select(table).where(table.c.id.in_(ids)).order_by(table.c.id)).mappings().all():
+    statement = select(table).where(table.c.id.in_(engine_ids or ids)).order_by(table.c.id)
+    for row in tx.conn.execute(statement).mappings().all():
         count = row["trouble_count"] + 1
         not_before = now + backoff_seconds(count)
         tx.conn.execute(
