@@ -26,10 +26,11 @@ def put(
     found = engine(tx.conn, id_or_name)
     if found.policy_locked:
         raise PolicyLocked(found.id)
-    if expected_version is not None and expected_version != found.policy_version:
-        raise VersionConflict(expected_version, found.policy_version)
+    # First: a request whose answer was lost is sent again, against a version that is over by its own doing.
     if policy == found.policy:
         return policy_of(found)
+    if expected_version is not None and expected_version != found.policy_version:
+        raise VersionConflict(expected_version, found.policy_version)
     version = found.policy_version + 1
     written = tx.conn.execute(
         update(engines)

@@ -57,6 +57,19 @@ async def test_a_policy_has_an_etag_and_is_replaced_against_it(http: httpx.Async
     assert (bad.status_code, bad.json()["errors"][0]["field"]) == (422, "If-Match")
 
 
+async def test_a_policy_whose_answer_was_lost_may_be_put_again(
+    http: httpx.AsyncClient, node: WireNode, store: Store
+) -> None:
+    """The version that it was put against is over by its own doing: nobody else was first."""
+    etag = (await http.get("/engines/alpha/policy")).headers["etag"]
+    twice = [
+        await http.put("/engines/alpha/policy", json=_policy(gate="refuse"), headers={"If-Match": etag}) for _ in "12"
+    ]
+    assert [answer.status_code for answer in twice] == [200, 200]
+    assert twice[0].headers["etag"] == twice[1].headers["etag"] != etag
+    assert len(await store.orders_after(node.node_id, node.after)) == 1
+
+
 async def test_the_agent_is_told_of_the_new_policy(http: httpx.AsyncClient, node: WireNode, store: Store) -> None:
     await http.put("/engines/alpha/policy", json=_policy(settle_samples=7))
     orders = [envelope.order for envelope in await store.orders_after(node.node_id, node.after)]
