@@ -185,7 +185,7 @@ class Client:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = 20.0 if deadline is None else max(0.0, min(20.0, deadline - time.monotonic()))
-            job = self._read(schemas.Job, "GET", f"/jobs/{_segment(job_id)}", params={"wait_seconds": round(left, 3)})
+            job = self._wait(schemas.Job, f"/jobs/{_segment(job_id)}", left)
             if job.state in ENDED:
                 return job
             if timeout is not None and deadline is not None and time.monotonic() >= deadline:
@@ -289,8 +289,7 @@ class Client:
 
     def operation(self, operation_id: str, *, wait_seconds: float = 0.0) -> schemas.Operation:
         """How far it is; with ``wait_seconds`` as soon as it is over, at the latest after so many seconds."""
-        params = _given(wait_seconds=round(wait_seconds, 3) or None)
-        return self._read(schemas.Operation, "GET", f"/operations/{_segment(operation_id)}", params=params)
+        return self._wait(schemas.Operation, f"/operations/{_segment(operation_id)}", wait_seconds)
 
     def nodes(self) -> list[schemas.Node]:
         return self._read(schemas.NodeList, "GET", "/nodes").items
@@ -373,6 +372,12 @@ class Client:
             raise ServerUnreachable(f"{self.base_url}: {error}") from error
         _raise_for_problem(response)
         return view.model_validate_json(response.content)
+
+    def _wait(self, view: type[View], path: str, wait_seconds: float) -> View:
+        """Asks for an answer that may take ``wait_seconds`` longer than any other."""
+        timeout = httpx.Timeout(self._timeout_seconds, read=self._timeout_seconds + wait_seconds)
+        params = _given(wait_seconds=round(wait_seconds, 3) or None)
+        return self._read(view, "GET", path, params=params, timeout=timeout)
 
     @contextmanager
     def _stream(

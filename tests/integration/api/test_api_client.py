@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from lull.agents.protocol.wire import AttemptEnd, AttemptState, FetchLog
-from lull.api import Client, ClientError, ProblemError, ServerUnreachable, WaitTimeout
+from lull.api import Client, ClientError, ProblemError, ServerUnreachable, WaitTimeout, schemas
 from lull.api.services import Services
 from lull.scheduler.store import Store
 from tests.wire_node import GIB, WireNode, order_of
@@ -50,6 +50,26 @@ async def test_wait_returns_as_soon_as_the_job_ends(client: Client) -> None:
     waiting = asyncio.create_task(asyncio.to_thread(client.wait, job.id))
     await asyncio.to_thread(client.cancel, job.id)
     assert (await asyncio.wait_for(waiting, 5)).state == "cancelled"
+
+
+async def test_a_wait_may_be_longer_than_the_time_that_any_other_answer_may_take(
+    live_url: str, token: str, live: httpx.AsyncClient, store: Store
+) -> None:
+    node = WireNode(live)
+    node.engines = (node.engine("alpha"),)
+    await node.register()
+    await store.lead("test", 60, take_over=True)
+    with Client(live_url, token, timeout_seconds=2.0) as client:
+        began = await asyncio.to_thread(client.park_engine, "alpha")
+        job = await asyncio.to_thread(client.submit, ["true"])
+        operation, over = await asyncio.gather(
+            asyncio.to_thread(client.operation, began.id, wait_seconds=2.5),
+            asyncio.to_thread(client.wait, job.id, 2.5),
+            return_exceptions=True,
+        )
+    assert isinstance(operation, schemas.Operation), operation
+    assert operation.state == "running"
+    assert isinstance(over, WaitTimeout), over
 
 
 async def test_nodes_engines_and_history(client: Client, live: httpx.AsyncClient, store: Store) -> None:
