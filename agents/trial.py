@@ -52,6 +52,7 @@ async def learn_parks(engine: EngineHand) -> None:
     engine.report()
     try:
         async with engine.node.turns.alone(engine.device_ids, engine.settings.health_seconds_max):
+            await _drained(engine, policy)
             for modes in ways:
                 await _try(engine, narrowed(policy, modes))
     except (TurnNotGiven, _NotNow) as reason:
@@ -64,6 +65,16 @@ async def learn_parks(engine: EngineHand) -> None:
 
 def _key(engine: EngineHand) -> str:
     return f"trial of {engine.engine_id}"
+
+
+async def _drained(engine: EngineHand, policy: EnginePolicy) -> None:
+    """Its gate is closed, and some that claim nothing let requests through: raises _NotNow while one is in flight."""
+    try:
+        left = await engine.gate.wait_drained(engine.engine_id, policy.drain_seconds_max)
+    except AgentError as error:
+        raise _NotNow(str(error)) from error
+    if left:
+        raise _NotNow(f"{left} requests did not end within {policy.drain_seconds_max:g} s")
 
 
 async def _try(engine: EngineHand, policy: EnginePolicy) -> None:

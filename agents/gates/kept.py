@@ -62,6 +62,8 @@ class KeptGate:
         self._say = say
         self._closed_terms: ClosedTerms | None = None  # None: it is not wanted closed
         self._acting = asyncio.Lock()
+        self._closings = 0
+        self._drained = False  # since it was last closed
         self._silent = False
         self._reopened = False
         self._stuck = False
@@ -86,13 +88,26 @@ class KeptGate:
     async def close(self, engine_id: str, terms: ClosedTerms) -> int | None:
         self.want_closed(terms)
         async with self._acting:
+            self._not_drained()
             return await self._gate.close(engine_id, terms)
 
     async def wait_drained(self, engine_id: str, seconds: float) -> int:
-        left = await self._gate.wait_drained(engine_id, seconds)
-        if left == 0:
-            await self.prove_closed(engine_id)
-        return left
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while True:
+            closings = self._closings
+            left = await self._gate.wait_drained(engine_id, max(0.0, deadline - loop.time()))
+            if left:
+                return left
+            if closings == self._closings:  # else it was closed again meanwhile: what came in between is waited for too
+                break
+        self._drained = True
+        await self.prove_closed(engine_id)
+        return 0
+
+    def _not_drained(self) -> None:
+        self._closings += 1
+        self._drained = False
 
     async def abort(self, engine_id: str) -> None:
         await self._gate.abort(engine_id)
@@ -101,6 +116,7 @@ class KeptGate:
         self._closed_terms = None
         try:
             async with self._acting:
+                self._not_drained()
                 await self._gate.open(engine_id)
         except GateError as error:
             self._say_stuck(engine_id, error)
@@ -135,11 +151,19 @@ class KeptGate:
         self._closed_terms = terms
 
     async def prove_closed(self, engine_id: str) -> None:
-        """Raises GateError unless the gate says now that it is closed; one that cannot open by itself is not asked."""
+        """Raises GateError unless it was drained since it was last closed, and says now that it is closed and that
+        nothing is in flight, as far as it counts; one that cannot open by itself is not asked."""
+        in_flight: int | None = None
         if self.traits.may_open_by_itself:
-            state = (await self._gate.observe(engine_id)).state
-            if state is not GateState.CLOSED:
-                raise GateUnreachable(f"the gate of engine {self._name} was closed and is {state} now")
+            seen = await self._gate.observe(engine_id)
+            if seen.state is not GateState.CLOSED:
+                self._not_drained()
+                raise GateUnreachable(f"the gate of engine {self._name} was closed and is {seen.state} now")
+            in_flight = seen.in_flight
+        if not self._drained:
+            raise GateUnreachable(f"the gate of engine {self._name} was not drained since it was last closed")
+        if in_flight:
+            raise GateUnreachable(f"the gate of engine {self._name} was drained and {in_flight} requests are in flight")
 
     async def guard(self, engine_id: str) -> GateObservation | None:
         """One look; closes again what has opened by itself, and says so. None if it does not answer."""
@@ -170,6 +194,7 @@ class KeptGate:
                 engine_id=engine_id,
                 data={"gate_kind": self.traits.kind},
             )
+        self._not_drained()
         await self._gate.close(engine_id, terms)
         return await self._gate.observe(engine_id)
 

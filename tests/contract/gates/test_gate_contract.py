@@ -200,10 +200,46 @@ async def test_one_that_opens_by_itself_is_closed_again_and_never_taken_for_clos
         seen = await gate.guard(ENGINE_ID)
         assert seen is not None
         assert seen.state is GateState.CLOSED
+        with pytest.raises(GateError, match="not drained since it was last closed"):
+            await gate.prove_closed(ENGINE_ID)
+        assert await gate.wait_drained(ENGINE_ID, 5) == 0
         await gate.prove_closed(ENGINE_ID)
         assert alerts.codes == ["gate_opened_by_itself"]
         await gate.guard(ENGINE_ID)
         assert alerts.codes == ["gate_opened_by_itself"]
+
+
+@pytest.mark.parametrize("name", ALL)
+async def test_only_one_that_was_drained_since_it_was_closed_is_proved(name: str) -> None:
+    async with gate_rig(RIGS[name]) as rig:
+        gate = kept(await rig.routed(), Alerts(), may_open_by_itself=rig.may_open_by_itself)
+        terms = ClosedTerms("refuse", 100, 60.0)
+        for _ in range(2):
+            await gate.close(ENGINE_ID, terms)
+            with pytest.raises(GateError, match="not drained since it was last closed"):
+                await gate.prove_closed(ENGINE_ID)
+            assert await gate.wait_drained(ENGINE_ID, 5) == 0
+            await gate.prove_closed(ENGINE_ID)
+        await gate.open(ENGINE_ID)
+        request = await rig.begin()
+        await gate.close(ENGINE_ID, terms)
+        assert await gate.wait_drained(ENGINE_ID, 0.2) == 1
+        with pytest.raises(GateError, match="not drained since it was last closed"):
+            await gate.prove_closed(ENGINE_ID)
+        rig.engine.go.set()
+        await request
+
+
+async def test_one_that_counts_a_request_after_it_was_drained_is_not_proved() -> None:
+    async with gate_rig(RIGS["webhook"]) as rig:
+        gate = kept(await rig.routed(), Alerts())
+        await close(gate)
+        assert await gate.wait_drained(ENGINE_ID, 5) == 0
+        rig.server.in_flight = 2
+        with pytest.raises(GateError, match="2 requests are in flight"):
+            await gate.prove_closed(ENGINE_ID)
+        rig.server.in_flight = None
+        await gate.prove_closed(ENGINE_ID)  # it does not count: others did
 
 
 @pytest.mark.parametrize("name", OPENING)

@@ -19,6 +19,7 @@ from lull.vmm.tags import RestoreMode
 from tests.engines.engine_loans import answer_of
 from tests.engines.spawned import MIB, ROOT
 from tests.engines.stand_in_node import StandInNode, StandInUnderTest
+from tests.gates.webhook_server import SECRET, WebhookServer
 
 KV = {"kv_cache": RestoreMode.NONE}
 WHOLE = {"model_weights": RestoreMode.CPU, "kv_cache": RestoreMode.NONE}
@@ -142,6 +143,33 @@ async def test_a_key_that_is_gone_says_nothing_about_the_way_that_is_tried(tmp_p
         assert node.keeper().incarnation == first
         assert [way.trouble for way in node.keeper().parks.learned().ways] == [None, None]
         assert alerts(node, "trial_failed") == []
+
+
+async def test_nothing_is_tried_while_a_request_is_in_flight(tmp_path: Path) -> None:
+    server = await WebhookServer().start()
+    (tmp_path / "secret").write_bytes(SECRET)
+    gate = {
+        "gate_kind": "webhook",
+        "webhook": {
+            "url": f"http://127.0.0.1:{server.port}/",
+            "secret_file": tmp_path / "secret",
+            "allow": ["127.0.0.0/8"],
+        },
+    }
+    server.in_flight = 3
+    try:
+        async with node_of(tmp_path, settings=gate, policy={"drain_seconds_max": 1}) as node:
+            await node.start()
+            await node.ready()
+            assert KV_RELEASE not in node.calls()
+            (sentence,) = alerts(node, "trial_not_now")
+            assert "3 requests did not end within 1 s" in sentence
+            server.in_flight = 0
+            node.keeper().want_restart()
+            await node.until(lambda: node.calls().count(KV_RELEASE) == 1, "it is tried")
+            await node.ready()
+    finally:
+        await server.stop()
 
 
 async def test_nothing_is_tried_beside_strangers_or_where_nobody_asked_for_it(tmp_path: Path) -> None:
