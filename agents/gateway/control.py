@@ -12,15 +12,14 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..protocol.wire import ProcessIdentity
-from .admission import Terms
 from .problems import CONTENT_TYPE, Problem
-from .routes import Route, RouteSpec, RouteTable
+from .routes import ENGINE_ID_CHARS_MAX, ClosedTerms, Route, RouteSpec, RouteTable
 
 _log = logging.getLogger(__name__)
 
@@ -29,15 +28,9 @@ DRAIN_POLL_SECONDS_MAX: Final = 300.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class CloseRequest(BaseModel):
-    """How the gate shall treat requests while it is closed. The defaults are those of a policy."""
-
+class CloseRequest(ClosedTerms):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    gate: Literal["hold", "refuse"] = "hold"
-    hold_requests_max: Annotated[int, Field(ge=0, le=100_000)] = 1000
-    hold_seconds_max: Annotated[float, Field(gt=0, le=7 * 24 * 3600)] = 600.0
-    retry_after_seconds: Annotated[int, Field(ge=0, le=24 * 3600)] | None = None
     # From now until the gate will be opened, if that is foreseen. The next close says it anew.
     expected_open_seconds: Annotated[float, Field(ge=0, le=30 * 24 * 3600)] | None = None
 
@@ -96,8 +89,9 @@ class Control:
 
     async def _put(self, request: web.Request) -> web.Response:
         engine_id = request.match_info["engine_id"]
-        if len(engine_id) > 100:
-            raise Problem(400, "bad_engine_id", "The engine id is longer than 100 characters.")
+        if len(engine_id) > ENGINE_ID_CHARS_MAX:
+            detail = f"The engine id is longer than {ENGINE_ID_CHARS_MAX} characters."
+            raise Problem(400, "bad_engine_id", detail)
         spec = await _read(request, RouteSpec)
         route = self._routes.put(engine_id, spec)
         await self._routes.save()
@@ -114,7 +108,7 @@ class Control:
     async def _close(self, request: web.Request) -> web.Response:
         body = await _read(request, CloseRequest)
         route = self._route(request)
-        route.close(Terms(**body.model_dump(exclude={"expected_open_seconds"})), body.expected_open_seconds)
+        route.close(body.terms(), body.expected_open_seconds)
         await self._routes.save()
         _log.info("engine %s: closed (%s), %d in flight", route.engine_id, body.gate, route.admission.in_flight)
         # Counted now: whatever was admitted before the gate closed is in it or has ended.

@@ -16,12 +16,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from yarl import URL
 
-from .admission import Admission, AdmissionView, Terms, Ticket
+from .admission import Admission, AdmissionView, GateMode, Terms, Ticket
 from .engine_connection import Pool
 from .exchange import Exchange
 from .problems import Problem
@@ -33,7 +33,9 @@ _log = logging.getLogger(__name__)
 ROUTES_MAX: Final = 256
 # Goes with each request as `Via`: one that comes back here went round, and would go on until no file is left to open.
 HOP_MARK: Final = b"lull-" + secrets.token_hex(8).encode("ascii")
+ENGINE_ID_CHARS_MAX: Final = 100
 _FILE_VERSION: Final = 1
+_FILE_BYTES_MAX: Final = 64 * 2**20  # more than as many routes as there may be can take
 
 Model = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -53,6 +55,7 @@ class RouteSpec(BaseModel):
         try:
             url = URL(value)
             port = url.explicit_port
+            url.raw_authority.encode("ascii")
         except ValueError as error:
             raise ValueError(f"{value!r} is not a URL: {error}") from None
         plain = url.path in ("", "/") and not url.query_string and not url.fragment and url.user is None
@@ -61,16 +64,33 @@ class RouteSpec(BaseModel):
         return value
 
 
-class SavedRoute(BaseModel):
+class ClosedTerms(BaseModel):
+    """How the gate shall treat requests while it is closed. The defaults are those of a policy."""
+
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    engine_id: str
+    gate: GateMode = "hold"
+    hold_requests_max: Annotated[int, Field(ge=0, le=100_000)] = 1000
+    hold_seconds_max: Annotated[float, Field(gt=0, le=7 * 24 * 3600)] = 600.0
+    retry_after_seconds: Annotated[int, Field(ge=0, le=24 * 3600)] | None = None
+
+    def terms(self) -> Terms:
+        return Terms(self.gate, self.hold_requests_max, self.hold_seconds_max, self.retry_after_seconds)
+
+
+class _SavedRoute(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    engine_id: Annotated[str, Field(min_length=1, max_length=ENGINE_ID_CHARS_MAX)]
     spec: RouteSpec
-    created_at: int
-    terms: Terms
+    created_at: Annotated[int, Field(ge=0, le=2**53)]
+    terms: ClosedTerms
 
 
-_SAVED: Final[TypeAdapter[list[SavedRoute]]] = TypeAdapter(list[SavedRoute])
+class _SavedRoutes(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    routes: Annotated[list[_SavedRoute], Field(max_length=ROUTES_MAX)]
 
 
 @dataclass(eq=False)
@@ -274,20 +294,29 @@ class RouteTable:
     def load(self) -> None:
         """Every route comes back closed. A damaged file is set aside: the agent will say all of it again."""
         try:
-            text = self._file.read_text(encoding="utf-8")
+            with open(self._file, "rb") as file:
+                raw = file.read(_FILE_BYTES_MAX + 1)
         except FileNotFoundError:
             return
         try:
-            document: Any = json.loads(text)
-            saved = _SAVED.validate_python(document["routes"])
-        except (ValueError, TypeError, KeyError) as error:
-            damaged = self._file.with_suffix(".damaged")
-            os.replace(self._file, damaged)
-            _log.error("%s cannot be read (%s); it is now %s", self._file, str(error)[:500], damaged)
+            if len(raw) > _FILE_BYTES_MAX:
+                raise ValueError(f"it has more than {_FILE_BYTES_MAX} bytes")
+            saved = _SavedRoutes.model_validate_json(raw).routes
+        except ValueError as error:  # bytes that are no text and brackets without end are told as one, too
+            self._set_aside(str(error)[:500])
             return
         for entry in saved:
-            self._add(entry.engine_id, entry.spec, entry.created_at, entry.terms)
-        self._saved_text = text
+            self._add(entry.engine_id, entry.spec, entry.created_at, entry.terms.terms())
+        self._saved_text = raw.decode()
+
+    def _set_aside(self, why: str) -> None:
+        damaged = self._file.with_suffix(".damaged")
+        try:
+            os.replace(self._file, damaged)
+        except OSError as error:
+            _log.error("%s cannot be read (%s), nor set aside: %s", self._file, why, error)
+        else:
+            _log.error("%s cannot be read (%s); it is now %s", self._file, why, damaged)
 
     async def save(self) -> None:
         """Returns when the file on disk holds the routes as they are now or later, or when its disk refuses them.

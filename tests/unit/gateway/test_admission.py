@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -239,7 +240,7 @@ def test_one_that_is_refused_is_asked_of_all_that_serve_its_model(terms: Terms, 
     siblings = Siblings((one, two))
     told: list[Admission] = []
     for gate in (one, two, apart):
-        gate.when_wanted(lambda gate=gate: told.append(gate))
+        gate.when_wanted(functools.partial(told.append, gate))
     for asked in (1, 2):
         assert siblings.arrive(0.0, lambda: None).state is TicketState.REFUSED
         assert [gate.view(0.0).asked_since_closed for gate in (one, two, apart)] == [asked, asked, 0]
