@@ -253,7 +253,12 @@ def _choose_on_node(job: Job, groups: Sequence[Group], by_job: bool) -> Choice |
 
 
 def _fitting(job: Job, group: Group) -> list[DeviceId]:
-    return [d.id for d in group.devices if bytes_on(job, group.room_bytes, group.whole_bytes, d.id) is not None]
+    """First those on which it fits under the plan that is the cheapest for it."""
+    fits = [d.id for d in group.devices if bytes_on(job, group.room_bytes, group.whole_bytes, d.id) is not None]
+    way = group.way_for(job) if len(group.ways) > 1 else None
+    if way is None:
+        return fits
+    return sorted(fits, key=lambda device: bytes_on(job, way.room_bytes, group.whole_bytes, device) is None)
 
 
 def _count_fitting(job: Job, room: Mapping[DeviceId, int], group: Group) -> int:
