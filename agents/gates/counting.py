@@ -54,6 +54,7 @@ class Counter:
             self._closed_at = asyncio.get_running_loop().time()
 
     def opened(self) -> None:
+        """It may be open: it is to be opened now, or it was seen not to be closed."""
         self._closed_at = None
 
     async def in_flight(self) -> int | None:
@@ -75,16 +76,19 @@ class Counter:
 
     async def wait_drained(self, seconds: float) -> int:
         loop = asyncio.get_running_loop()
-        self.closed()
-        assert self._closed_at is not None
         deadline = loop.time() + seconds
-        idle_at = self._closed_at + (self._grace_seconds or 0.0)
-        if idle_at > deadline:
-            raise GateRefused(
-                f"drain_grace_seconds is {self._grace_seconds:g} and the policy's drain_seconds_max leaves {seconds:g}"
-            )
-        await asyncio.sleep(max(0.0, idle_at - loop.time()))
-        return await self._wait_idle(deadline) if self._names else 0
+        while True:
+            self.closed()
+            closed_at = self._closed_at
+            assert closed_at is not None
+            idle_at = closed_at + (self._grace_seconds or 0.0)
+            if idle_at > deadline:
+                left = f"the policy's drain_seconds_max leaves {max(0.0, deadline - loop.time()):g}"
+                raise GateRefused(f"drain_grace_seconds is {self._grace_seconds:g} and {left}")
+            await asyncio.sleep(max(0.0, idle_at - loop.time()))
+            count = await self._wait_idle(deadline) if self._names else 0
+            if count or self._closed_at == closed_at:  # else it was open meanwhile
+                return count
 
     async def _wait_idle(self, deadline: float) -> int:
         loop = asyncio.get_running_loop()

@@ -55,8 +55,11 @@ class KubernetesGate:
     async def close(self, engine_id: str, terms: ClosedTerms) -> int | None:
         """How requests fare meanwhile is up to the service: another pod answers, or none."""
         pod, changed = await self._set(is_open=False)
+        if changed:
+            self._counter.opened()
         listed = await self._until_listed(pod, wanted=False)
         if changed or listed:
+            self._counter.opened()
             await asyncio.sleep(self._section.propagation_seconds)
         self._counter.closed()
         return await self._counter.in_flight_if_told()
@@ -73,8 +76,8 @@ class KubernetesGate:
         raise GateRefused("gate_kind 'kubernetes' cannot abort requests; set on_drain_deadline = \"abort_loan\"")
 
     async def open(self, engine_id: str) -> None:
-        pod, _ = await self._set(is_open=True)
         self._counter.opened()
+        pod, _ = await self._set(is_open=True)
         await self._until_listed(pod, wanted=True)
 
     async def observe(self, engine_id: str) -> GateObservation:
@@ -85,6 +88,8 @@ class KubernetesGate:
             state = GateState.OPEN
         elif self._is(pod, is_open=False) and not any(listed):
             state = GateState.CLOSED
+        if state is not GateState.CLOSED:
+            self._counter.opened()
         return GateObservation(state=state, in_flight=None, held=0)
 
     # ---- the pod ----------------------------------------------------------------------------------------------

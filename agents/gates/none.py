@@ -39,8 +39,8 @@ class NoGate:
         raise GateRefused("gate_kind 'none' cannot abort requests; set on_drain_deadline = \"abort_loan\"")
 
     async def open(self, engine_id: str) -> None:
-        self._state = GateState.OPEN
         self._counter.opened()
+        self._state = GateState.OPEN
 
     async def observe(self, engine_id: str) -> GateObservation:
         return GateObservation(state=self._state, in_flight=None, held=0)

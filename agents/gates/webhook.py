@@ -42,6 +42,8 @@ class WebhookGate:
         await self._ask("remove", engine_id)
 
     async def close(self, engine_id: str, terms: ClosedTerms) -> int | None:
+        if self._counter is not None:
+            await self.observe(engine_id)  # it may have opened since it was closed: the answer below does not tell
         seen = await self._must_be(GateState.CLOSED, await self._ask("close", engine_id, {"terms": asdict(terms)}))
         if self._counter is not None:
             self._counter.closed()
@@ -51,7 +53,7 @@ class WebhookGate:
         loop = asyncio.get_running_loop()
         deadline, pause = loop.time() + seconds, _POLL_SECONDS_FIRST
         while True:
-            seen = await self._must_be(GateState.CLOSED, await self._ask("observe", engine_id))
+            seen = await self._must_be(GateState.CLOSED, await self.observe(engine_id))
             self._said_count = seen.in_flight is not None
             if seen.in_flight is None:
                 return await self._by_others(deadline - loop.time())
@@ -72,12 +74,15 @@ class WebhookGate:
         await self._ask("abort", engine_id)
 
     async def open(self, engine_id: str) -> None:
-        await self._must_be(GateState.OPEN, await self._ask("open", engine_id))
         if self._counter is not None:
             self._counter.opened()
+        await self._must_be(GateState.OPEN, await self._ask("open", engine_id))
 
     async def observe(self, engine_id: str) -> GateObservation:
-        return await self._ask("observe", engine_id)
+        seen = await self._ask("observe", engine_id)
+        if self._counter is not None and seen.state is not GateState.CLOSED:
+            self._counter.opened()
+        return seen
 
     # ---- calls ------------------------------------------------------------------------------------------------
 

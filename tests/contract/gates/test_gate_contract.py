@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from lull.agents.gates.base import ClosedTerms, Gate, GateError, GateRefused, GateUnreachable
+from lull.agents.gates.counting import Counter
 from lull.agents.gates.kept import GateTraits, KeptGate
+from lull.agents.gates.kubernetes import KubernetesGate
+from lull.agents.gates.webhook import WebhookGate
 from lull.agents.protocol.wire import GateState
 from tests.gates.rigs import CALL_SECONDS, ENGINE_ID, MODELS, RIGS, GateRig, gate_rig
 from tests.waiting import wait_until_async
@@ -240,6 +244,68 @@ async def test_one_that_counts_a_request_after_it_was_drained_is_not_proved() ->
             await gate.prove_closed(ENGINE_ID)
         rig.server.in_flight = None
         await gate.prove_closed(ENGINE_ID)  # it does not count: others did
+
+
+@asynccontextmanager
+async def graceful(name: str, grace_seconds: float) -> AsyncIterator[tuple[GateRig, Gate]]:
+    """A gate for which nobody counts: a time has to pass."""
+    async with gate_rig(RIGS[name]) as rig:
+        section = rig.section(in_flight_metrics=[], drain_grace_seconds=grace_seconds)
+        counter = Counter(rig.engine.url, "ollama", section)
+        if name == "webhook":
+            rig.server.in_flight = None
+            gate: Gate = WebhookGate(section, "alpha", counter)
+        else:
+            gate = KubernetesGate(section, counter)
+        await gate.ensure_route(ENGINE_ID, "alpha", MODELS, rig.engine.url)
+        yield rig, gate
+
+
+async def drain_seconds(gate: Gate) -> float:
+    began = time.monotonic()
+    assert await gate.wait_drained(ENGINE_ID, 20) == 0
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("name", ["webhook", "kubernetes"])
+async def test_the_grace_begins_anew_with_every_closing(name: str) -> None:
+    async with graceful(name, 0.4) as (rig, gate):
+        await close(gate)
+        assert await drain_seconds(gate) > 0.35
+        assert await drain_seconds(gate) < 0.3  # it passed already
+        await rig.open_by_itself()
+        await close(gate)
+        assert await drain_seconds(gate) > 0.35
+        await rig.open_by_itself()
+        assert await state(gate) is GateState.OPEN
+        await close(gate)
+        assert await drain_seconds(gate) > 0.35
+
+
+async def test_the_grace_begins_anew_after_an_open_whose_answer_was_lost() -> None:
+    async with graceful("webhook", 0.4) as (rig, gate):
+        await close(gate)
+        assert await drain_seconds(gate) > 0.35
+        rig.server.answer = b""
+        with pytest.raises(GateUnreachable):
+            await gate.open(ENGINE_ID)
+        rig.server.answer = None
+        await close(gate)
+        assert await drain_seconds(gate) > 0.35
+
+
+async def test_the_grace_begins_anew_when_the_gate_opened_in_the_middle_of_it() -> None:
+    async with graceful("webhook", 1.0) as (rig, one):
+        gate = kept(one, Alerts())
+        await close(gate)
+        drained = asyncio.create_task(drain_seconds(gate))
+        loop = asyncio.get_running_loop()
+        middle = loop.time() + 0.6
+        await wait_until_async(lambda: loop.time() > middle, 5, "some of the grace is over")
+        await rig.open_by_itself()
+        assert (await gate.guard(ENGINE_ID)) is not None
+        assert await drained > 1.5
+        await gate.prove_closed(ENGINE_ID)
 
 
 @pytest.mark.parametrize("name", OPENING)
