@@ -25,7 +25,7 @@ from ...vmm.cuda_calls import binding
 _LOOK_SECONDS: Final = 0.05
 _TEXT_MAX: Final = 500
 # Verbs that only ask.
-_ASKING: Final = frozenset({"version", "state", "thread"})
+ASKING: Final = frozenset({"version", "state", "thread"})
 
 
 class Busy(Exception):
@@ -90,7 +90,7 @@ def serve(lock_paths: Sequence[str]) -> None:
         try:
             cuda = cuda or driver()
             verb, pid = str(asked["verb"]), int(asked["pid"])
-            with _locked([] if verb in _ASKING else lock_paths, float(asked["wait_seconds"])):
+            with _locked([] if verb in ASKING else lock_paths, float(asked["wait_seconds"])):
                 code, value = answer(cuda, verb, pid, int(asked["timeout_ms"]))
             told |= {"code": code, "name": cuda.CUresult(code).name, "value": value}
         except Busy:

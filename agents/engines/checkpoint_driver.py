@@ -19,6 +19,7 @@ from typing import Any, Final
 import structlog
 
 from ..errors import EngineTimedOut, EngineUnreachable
+from .checkpoint_child import ASKING
 
 log = structlog.get_logger(__name__)
 
@@ -27,7 +28,7 @@ INVALID_VALUE: Final = 1
 NOT_READY: Final = 600  # a lock did not get through in time; nothing changed
 _START_SECONDS: Final = 20.0  # a first call imports the bindings and initializes the driver
 _LINE_BYTES_MAX: Final = 64 << 10
-_KILLED_AT_DEADLINE: Final = frozenset({"version", "state", "thread", "lock"})
+_KILLED_AT_DEADLINE: Final = ASKING | {"lock"}
 
 
 class ProcessState(IntEnum):
@@ -71,10 +72,12 @@ class CheckpointDriver:
         self._child: tuple[int, int] | None = None  # its pidfd, our end of its pipe
         self._next_id = 0
         self._is_new = True
+        self._changing = 0
 
     @property
-    def is_calling(self) -> bool:
-        return self._turn.locked()
+    def is_changing(self) -> bool:
+        """A call that changes something is under way, or is next: an answer to a question may take as long."""
+        return self._changing > 0
 
     async def call(
         self, verb: str, pid: int, seconds_max: float, *, timeout_ms: int = 0, wait_seconds: float = 0.0
@@ -82,6 +85,14 @@ class CheckpointDriver:
         """Raises EngineTimedOut where it did not answer in time: then what it did is unknown. A question or a lock is
         killed then; a call that moves memory is left to its end, and what comes after it waits (CheckpointBusy).
         Raises CheckpointMissing where such calls cannot be made."""
+        changes = verb not in ASKING
+        self._changing += changes
+        try:
+            return await self._call(verb, pid, seconds_max, timeout_ms, wait_seconds)
+        finally:
+            self._changing -= changes
+
+    async def _call(self, verb: str, pid: int, seconds_max: float, timeout_ms: int, wait_seconds: float) -> Code:
         async with self._turn:
             if self._child is None:
                 self._start()

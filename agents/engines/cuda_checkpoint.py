@@ -175,7 +175,7 @@ class CudaCheckpointAdapter:
         told: str | None = kept.get("state")
         if told == LOST:
             return Observation(EngineState.FAILED, detail=str(kept.get("why")))
-        if self._driver.is_calling:
+        if self._driver.is_changing:  # then `told` says what: it is written down before the first such call
             return Observation(EngineState.WAKING if told == RESTORING else EngineState.PARKING)
         try:
             judged = await self._judged(told)

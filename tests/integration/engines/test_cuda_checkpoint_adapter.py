@@ -126,6 +126,17 @@ async def test_what_goes_wrong_with_a_lock_changes_nothing(new_rig: NewRig) -> N
         await rig.one.resume(POLICY, 10)
 
 
+async def test_a_question_that_is_under_way_is_no_transition(new_rig: NewRig) -> None:
+    """An agent that starts looks at once for its first report and for its keeper."""
+    rig = await new_rig()
+    one = rig.again()
+    for parks in (False, True):
+        if parks:
+            await one.park(POLICY, 10)
+        seen = [observed.state for observed in await asyncio.gather(one.observe(), one.observe(), one.observe())]
+        assert seen == [EngineState.PARKED if parks else EngineState.RUNNING] * 3
+
+
 @pytest.mark.long
 async def test_a_lock_that_hangs_is_given_up(new_rig: NewRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one rank's does while the others wait for it in NCCL."""
