@@ -209,7 +209,8 @@ class EngineHand(EngineBody):
             if seen.state is EngineState.FAILED:
                 raise EngineLost(f"engine {self.name} says failed {said}".strip())
             if loop.time() > deadline:
-                self.remember(condemned=self.incarnation)
+                if not (seen.is_our_fault or seen.is_held):  # those say nothing against it
+                    self.remember(condemned=self.incarnation)
                 raise EngineLost(
                     f"engine {self.name} is still {seen.state} after {seconds_max} s {said}".strip(), timed_out=True
                 )

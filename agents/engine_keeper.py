@@ -7,7 +7,7 @@ closed without a loan is an orphan: its gate is closed, it is brought back by th
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import structlog
 
@@ -42,7 +42,7 @@ class EngineKeeper(EngineHand):
         super().__init__(node, engine_id, settings, make_adapter, gate)
         self.restart_wanted = False
         self._failures = 0
-        self._unseen = False
+        self._left_as: str | None = None  # the alert that was raised over what is left as it is
         self._poked = asyncio.Event()
 
     # ---- policy -------------------------------------------------------------------------------------------------
@@ -186,14 +186,14 @@ class EngineKeeper(EngineHand):
             return False
         seen = await self.adapter.observe()
         for _ in range(_UNHEALTHY_LOOKS_MAX):
-            if seen.state is not EngineState.UNREACHABLE or seen.is_our_fault or self.process_identity is None:
+            if not seen.is_silent or self.process_identity is None:
                 break
             await asyncio.sleep(POLL_SECONDS_MAX)
             seen = await self.adapter.observe()
-        if seen.is_our_fault:
-            self._say_unseen(seen.detail)
-            return True  # it serves as far as anybody knows; a closed gate stays closed
-        self._unseen = False
+        if seen.is_our_fault or seen.is_held:
+            await self._leave_as_it_is(seen)
+            return True
+        self._left_as = None
         if seen.state is not EngineState.RUNNING:
             self.state, self.verified = seen.state, False
             if seen.state is not EngineState.UNREACHABLE:
@@ -217,12 +217,21 @@ class EngineKeeper(EngineHand):
         self.report()
         return True
 
-    def _say_unseen(self, detail: str) -> None:
-        if not self._unseen:
-            self._unseen = True
-            sentence = f"engine {self.name} cannot be asked for its state ({detail}); it is left as it is"
-            log.error("engine cannot be asked", engine=self.name, detail=detail)
-            self.node.alert("critical", "engine_not_observable", sentence, engine_id=self.engine_id)
+    async def _leave_as_it_is(self, seen: Observation) -> None:
+        """One that cannot be asked serves on as far as anybody knows; a closed gate stays closed. One that somebody
+        else has stopped has no traffic until it runs again: nothing of it was released, so it is right as it was."""
+        if seen.is_held:
+            code, sentence = "engine_held", f"engine {self.name} does not run, and not by this agent: {seen.detail}"
+            await self.close_gate()
+            self.state, self.verified = seen.state, False
+            self.reason = Reason(code="EngineNotReady", sentence=sentence)
+            self.report()
+        else:
+            code, sentence = "engine_not_observable", f"engine {self.name} cannot be asked for its state: {seen.detail}"
+        if self._left_as != code:
+            self._left_as = code
+            log.error("engine is left as it is", engine=self.name, code=code, detail=seen.detail)
+            self.node.alert("critical", code, f"{sentence}; it is left as it is", engine_id=self.engine_id)
 
     async def _stop_gently(self) -> None:
         await self.close_gate()
@@ -273,9 +282,11 @@ class EngineKeeper(EngineHand):
         seen = Observation(EngineState.GONE) if gone else await self.adapter.observe()
         condemned = incarnation is not None and self.data.get("condemned") == incarnation
         # Alive, verified once, and silent: waiting for its start to end would wait for ever.
-        silent = seen.state is EngineState.UNREACHABLE and not seen.is_our_fault
-        stuck = silent and incarnation in (self.data.get("verified"), self.data.get("released"))
+        known = incarnation in (self.data.get("verified"), self.data.get("released"))
+        stuck = seen.is_silent and known
         broken = seen.state in (EngineState.GONE, EngineState.FAILED) or condemned or stuck or self.restart_wanted
+        if not broken and (seen.is_held or (seen.is_our_fault and known)):
+            self._raise_left(seen)
         if self.process is None:
             if broken and not condemned:
                 self.set_state(seen.state)
@@ -294,6 +305,12 @@ class EngineKeeper(EngineHand):
         self.set_state(EngineState.STARTING)
         return await self._wait_healthy()
 
+    def _raise_left(self, seen: Observation) -> NoReturn:
+        """Tried again later, and not touched."""
+        self.set_state(seen.state)
+        why = "does not run, and not by this agent" if seen.is_held else "cannot be asked for its state"
+        raise EngineLost(f"engine {self.name} {why}; it is left as it is, its gate closed: {seen.detail}")
+
     def _was_started(self) -> bool:
         """Since the node booted, by this agent or an earlier one."""
         return self.data.get("started_in_boot") == self.node.boot_id
@@ -309,12 +326,15 @@ class EngineKeeper(EngineHand):
                     await self.probe()
                     self.set_state(seen.state)
                     return seen
-                if seen.is_our_fault:
-                    raise EngineLost(f"engine {self.name} is up and cannot be asked for its state: {seen.detail}")
+                if not seen.is_silent:
+                    self._raise_left(seen)
             if self.process is not None and not self.process.alive:
                 self.set_state(EngineState.GONE)
                 raise EngineLost(f"engine {self.name} ended while it started; see {self.process.log_path}")
             if loop.time() > deadline:
+                seen = await self.adapter.observe()
+                if seen.is_our_fault or seen.is_held:
+                    self._raise_left(seen)  # that it is not healthy says nothing against it
                 self.remember(condemned=self.incarnation)
                 raise EngineLost(f"engine {self.name} was not healthy within {self.settings.health_seconds_max} s")
             await asyncio.sleep(pause)

@@ -22,9 +22,17 @@ class Observation:
     parked_tags: tuple[str, ...] = ()
     clock_skew_seconds: float | None = None
     detail: str = ""
-    # With UNREACHABLE: it was not asked in a way that it can answer (our key, our own descriptors), so its silence
-    # says nothing about the engine and is no reason to touch it.
+    # With UNREACHABLE: it was not asked in a way that it can answer (our key, our own descriptors, a driver that is
+    # silent), so this says nothing about the engine and is no reason to touch it. It serves on.
     is_our_fault: bool = False
+    # With UNREACHABLE: it does not run, by somebody else's will (paused, locked), and is theirs to let go on. It gets
+    # no traffic, and is not touched.
+    is_held: bool = False
+
+    @property
+    def is_silent(self) -> bool:
+        """It does not answer as it should, and nobody else is to blame: in the end it is started anew."""
+        return self.state is EngineState.UNREACHABLE and not (self.is_our_fault or self.is_held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,10 @@ class EngineAdapter(Protocol):
         ...
 
     async def observe(self) -> Observation:
-        """The engine's state by its own word, with the ledger's where it has none; UNREACHABLE where neither is."""
+        """The engine's state by its own word, with the ledger's where it has none; UNREACHABLE where neither is.
+
+        Never raises, whatever the engine answers.
+        """
         ...
 
     async def park(self, policy: EnginePolicy, seconds_max: float) -> None:

@@ -64,6 +64,7 @@ class Judged:
     state: EngineState
     detail: str = ""
     to_unlock: tuple[int, ...] = ()
+    is_held: bool = False
 
 
 def judge(states: Mapping[int, ProcessState], told: str | None) -> Judged:
@@ -85,8 +86,16 @@ def judge(states: Mapping[int, ProcessState], told: str | None) -> Judged:
         return Judged(EngineState.PARKED, f"pids {rest} are not checkpointed, {kept} are" if rest else "")
     if locked and told is None:
         words = f"somebody else has locked pid {locked[0]} (cuda-checkpoint --action unlock --pid {locked[0]})"
-        return Judged(EngineState.UNREACHABLE, words)
+        return Judged(EngineState.UNREACHABLE, words, is_held=True)
     return Judged(EngineState.RUNNING, to_unlock=tuple(locked))
+
+
+class _Untold(EngineTimedOut):
+    """The driver does not tell the state of a process, or tells one that this version does not know."""
+
+
+class _NotForUs(_Untold):
+    """It tells the state to others."""
 
 
 class CudaCheckpointAdapter:
@@ -126,15 +135,22 @@ class CudaCheckpointAdapter:
         return sorted(pid for pid in pids if _may_use_cuda(pid))
 
     async def _cuda_processes(self) -> dict[int, ProcessState]:
-        """Of the engine's processes, those with a CUDA context. Raises EngineRefused where the driver will not say."""
+        """Of the engine's processes, those with a CUDA context. Raises _Untold where the driver does not say."""
         found: dict[int, ProcessState] = {}
         for pid in self._candidates():
-            code = await self._driver.call("state", pid, _STATUS_SECONDS)
+            code = await self._ask_state(pid)
             if code.is_success:
                 found[pid] = _state_of(code)
             elif code.code not in (NOT_INITIALIZED, INVALID_VALUE):  # it has no context, or has just ended
-                raise EngineRefused(code.code, f"the state of pid {pid} is not told: {code.name}; {_WHOSE}")
+                raise _NotForUs(f"the state of pid {pid} is not told: {code.name}; {_WHOSE}")
         return found
+
+    async def _ask_state(self, pid: int) -> Code:
+        """Raises _Untold without an answer, CheckpointMissing where none can be had."""
+        try:
+            return await self._driver.call("state", pid, _STATUS_SECONDS)
+        except EngineTimedOut as error:
+            raise _Untold(str(error)) from error
 
     def _recorded(self) -> list[ProcessIdentity]:
         return [ProcessIdentity.model_validate(one) for one in self._ledger.read().get("processes", ())]
@@ -144,7 +160,7 @@ class CudaCheckpointAdapter:
             version = await self._driver.call("version", 0, _STATUS_SECONDS)
             states = await self._states() or await self._cuda_processes()
             threads = [await self._driver.call("thread", pid, _STATUS_SECONDS) for pid in states]
-        except (CheckpointMissing, EngineRefused, EngineLost) as error:
+        except (CheckpointMissing, _NotForUs, EngineLost) as error:
             return Capabilities(engine="a CUDA program", unsupported=str(error))
         return read_capabilities(
             version.value or 0,
@@ -156,15 +172,15 @@ class CudaCheckpointAdapter:
     # ---- what state it is in --------------------------------------------------------------------------------------
 
     async def _states(self) -> dict[int, ProcessState]:
-        """Of the processes that are written down. Raises EngineLost where one is gone, EngineTimedOut where the driver
-        does not say."""
+        """Of the processes that are written down. Raises EngineLost where one is gone, _Untold where the driver does
+        not say."""
         found: dict[int, ProcessState] = {}
         for process in self._recorded():
             if not is_same(process):
                 raise EngineLost(f"pid {process.pid} ended while it was checkpointed")
-            code = await self._driver.call("state", process.pid, _STATUS_SECONDS)
+            code = await self._ask_state(process.pid)
             if not code.is_success:
-                raise EngineTimedOut(f"the state of pid {process.pid} is not told: {code.name}")
+                raise _Untold(f"the state of pid {process.pid} is not told: {code.name}")
             found[process.pid] = _state_of(code)
         return found
 
@@ -187,11 +203,22 @@ class CudaCheckpointAdapter:
             return Observation(EngineState.WAKING if told == RESTORING else EngineState.PARKING, detail=str(error))
         except EngineLost as error:
             return Observation(EngineState.FAILED, detail=str(error))
-        except (EngineRefused, EngineTimedOut) as error:
+        except _Untold as error:
+            return await self._by_health(told, str(error))
+        except AgentError as error:
             return Observation(EngineState.UNREACHABLE, detail=str(error))
         if judged.state is not EngineState.RUNNING:
-            return Observation(judged.state, _TAGS if judged.state is EngineState.PARKED else (), detail=judged.detail)
+            tags = _TAGS if judged.state is EngineState.PARKED else ()
+            return Observation(judged.state, tags, detail=judged.detail, is_held=judged.is_held)
         return await self._running(told)
+
+    async def _by_health(self, told: str | None, why: str) -> Observation:
+        """The driver does not tell: that says nothing of one that serves, nor of one that we have stopped."""
+        try:
+            serves = told is not None or (await self._health()) == 200
+        except AgentError as error:
+            serves, why = is_our_fault(error), f"{why}; {error}"
+        return Observation(EngineState.UNREACHABLE, detail=why, is_our_fault=serves)
 
     async def _judged(self, told: str | None) -> Judged:
         judged = judge(await self._states() or await self._cuda_processes(), told)
@@ -381,11 +408,11 @@ def _too_many(processes: int, processes_max: int) -> str:
 
 
 def _state_of(code: Code) -> ProcessState:
-    """Raises EngineTimedOut for a state that a newer driver has and we do not know."""
+    """Raises _Untold for a state that a newer driver has and we do not know."""
     try:
         return ProcessState(-1 if code.value is None else code.value)
     except ValueError:
-        raise EngineTimedOut(f"the driver tells a state that this version does not know: {code.value}") from None
+        raise _Untold(f"the driver tells a state that this version does not know: {code.value}") from None
 
 
 def _words(states: Mapping[int, ProcessState]) -> str:

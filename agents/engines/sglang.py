@@ -71,6 +71,7 @@ class SglangAdapter:
         self._ledger = ledger
         self._outside = outside
         self._still_since: float | None = None
+        self._ready_of: str | None = None  # the incarnation that was ready once
         self._admin_key_file = admin_key_file or api_key_file
         self._api_key_file = api_key_file or admin_key_file
 
@@ -108,10 +109,23 @@ class SglangAdapter:
             case "resumed":
                 return Observation(EngineState.RUNNING)  # `after_resume` lets it go on
             case _ if ready == 200:
+                self._note_ready(kept)
                 return Observation(EngineState.RUNNING)
+            case _ if self._was_ready(kept):
+                words = "somebody else has paused it (POST /continue_generation lets it go on)"
+                return Observation(EngineState.UNREACHABLE, detail=words, is_held=True)
             case _:
-                words = "it starts, or somebody else has paused it (POST /continue_generation lets it go on)"
-                return Observation(EngineState.UNREACHABLE, detail=words)
+                return Observation(EngineState.UNREACHABLE, detail="it starts: GET /ready: HTTP 503")
+
+    def _note_ready(self, kept: Mapping[str, Any]) -> None:
+        """From now on this process is not starting any more: when it is not ready, somebody has paused it."""
+        if not self._was_ready(kept):
+            self._ready_of = self._outside.incarnation
+            self._write_after(ready=True)
+
+    def _was_ready(self, kept: Mapping[str, Any]) -> bool:
+        now = self._outside.incarnation
+        return bool(kept.get("ready")) or (now is not None and self._ready_of == now)
 
     async def _let_go_on(self) -> Observation:
         """An agent ended, or gave up, between the pause and the release: nothing is released."""

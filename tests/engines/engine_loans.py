@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from lull.agents.protocol.loans import LoanStep
-from lull.agents.protocol.wire import GateState
+from lull.agents.protocol.wire import EngineState, GateState
 from tests.engines.spawned import MIB
 from tests.engines.stand_in_node import StandInNode
+
+
+def alerts(node: StandInNode) -> list[str]:
+    return [alert["code"] for alert in node.reports("alert")]
 
 
 async def answer_of(node: StandInNode) -> str:
@@ -76,3 +81,26 @@ async def breaks(
     await serves_again(node, loan_id, answer)
     assert (await held).json()["choices"][0]["text"] == answer, fault
     assert node.keeper().incarnation != first, fault
+
+
+async def held_and_served_again(
+    node: StandInNode, stop: Callable[[], Awaitable[object]], let_go_on: Callable[[], Awaitable[object]]
+) -> None:
+    """No traffic reaches one that does not run, also by the next agent's word; nothing else is done to it."""
+    keeper = node.keeper()
+    first, answer = keeper.incarnation, await answer_of(node)
+    await stop()
+    await node.until(lambda: "engine_held" in alerts(node), "the alert")
+    assert (keeper.gate_state, keeper.verified, keeper.state) == (GateState.CLOSED, False, EngineState.UNREACHABLE)
+    assert keeper.reason is not None
+    assert "not by this agent" in keeper.reason.sentence
+    await node.crash()
+    await node.start()
+    waiting = asyncio.create_task(answer_of(node))
+    await node.until(lambda: alerts(node).count("engine_held") == 2, "the next agent's alert")
+    assert not waiting.done()
+    await let_go_on()
+    assert await waiting == answer
+    await node.ready()
+    assert node.keeper().incarnation == first
+    assert "engine_not_running" not in alerts(node)

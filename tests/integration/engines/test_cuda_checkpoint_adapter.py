@@ -115,6 +115,7 @@ async def test_what_goes_wrong_with_a_lock_changes_nothing(new_rig: NewRig) -> N
     await rig.call("lock")
     seen = await rig.one.observe()
     assert (seen.state, "somebody else has locked" in seen.detail) == (EngineState.UNREACHABLE, True)
+    assert seen.is_held
     with pytest.raises(AgentError):
         await rig.one.park(POLICY, 10)
     assert await rig.driver_state() is ProcessState.LOCKED  # it is theirs
@@ -124,6 +125,17 @@ async def test_what_goes_wrong_with_a_lock_changes_nothing(new_rig: NewRig) -> N
 
     with pytest.raises(EngineRefused, match="nothing is checkpointed"):
         await rig.one.resume(POLICY, 10)
+
+
+async def test_a_question_that_is_under_way_is_no_transition(new_rig: NewRig) -> None:
+    """An agent that starts looks at once for its first report and for its keeper."""
+    rig = await new_rig()
+    one = rig.again()
+    for parks in (False, True):
+        if parks:
+            await one.park(POLICY, 10)
+        seen = [observed.state for observed in await asyncio.gather(one.observe(), one.observe(), one.observe())]
+        assert seen == [EngineState.PARKED if parks else EngineState.RUNNING] * 3
 
 
 async def test_a_question_that_is_under_way_is_no_transition(new_rig: NewRig) -> None:
@@ -235,6 +247,7 @@ async def test_a_driver_that_hangs_holds_nobody(new_rig: NewRig, monkeypatch: py
     async with asyncio.timeout(20):
         seen = await rig.one.observe()
     assert (seen.state, "did not answer" in seen.detail) == (EngineState.UNREACHABLE, True)
+    assert seen.is_our_fault
     rig.faults()
     assert await rig.state() is EngineState.PARKED
 

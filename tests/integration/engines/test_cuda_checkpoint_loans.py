@@ -9,16 +9,25 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from lull.agents.engines.checkpoint_driver import CheckpointDriver
 from lull.agents.engines.cuda_checkpoint import CudaCheckpointAdapter
 from lull.agents.protocol.loans import LoanStep
-from tests.engines.engine_loans import answer_of, breaks, lend, refused, serves_again
+from tests.engines.engine_loans import alerts, answer_of, breaks, held_and_served_again, lend, refused, serves_again
 from tests.engines.spawned import MIB
 from tests.engines.stand_in_node import StandInNode, StandInUnderTest
 from tests.fake_nvml.library import gpu_uuid
 from tests.gpu_node import GPU_BYTES, gpu_machine
 
 # Faults of the driver; all others are the engine's own.
-OF_THE_DRIVER = ("busy", "lock_hangs", "checkpoint_fails", "restore_fails", "keeps_memory", "restore_hangs")
+OF_THE_DRIVER = (
+    "busy",
+    "lock_hangs",
+    "checkpoint_fails",
+    "restore_fails",
+    "keeps_memory",
+    "restore_hangs",
+    "state_hangs",
+)
 
 
 class CheckpointNode(StandInNode):
@@ -84,6 +93,34 @@ async def test_lends_a_gpu_and_brings_the_same_process_back(node: CheckpointNode
     node.daemon.loans["loan-4"].recall("Asked")
     await serves_again(node, "loan-4", answer)
     assert node.keeper().incarnation == first
+
+
+async def test_what_somebody_else_has_locked_is_left_alone(node: CheckpointNode) -> None:
+    incarnation = node.keeper().incarnation
+    assert incarnation is not None
+    pid, outsider = int(incarnation.split(":")[1]), CheckpointDriver([])
+    try:
+        await held_and_served_again(
+            node, lambda: outsider.call("lock", pid, 10), lambda: outsider.call("unlock", pid, 10)
+        )
+    finally:
+        outsider.close()
+
+
+async def test_an_engine_whose_driver_does_not_tell_its_state_serves_on(
+    node: CheckpointNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lull.agents.engines.cuda_checkpoint._STATUS_SECONDS", 0.5)
+    monkeypatch.setattr("lull.agents.engines.checkpoint_driver._START_SECONDS", 3.0)
+    first, answer = node.keeper().incarnation, await answer_of(node)
+    node.set_faults("state_hangs")
+    await node.until(lambda: "engine_not_observable" in alerts(node), "the alert")
+    assert await answer_of(node) == answer
+    node.set_faults()
+    await serves_again(node, await lend(node, 1), answer)
+    assert LoanStep.SPAWNED in node.steps("loan-1")
+    assert node.keeper().incarnation == first
+    assert "engine_not_running" not in alerts(node)
 
 
 @pytest.mark.long

@@ -244,9 +244,15 @@ async def test_the_ledger_of_another_process_counts_for_nothing(engine: Spawned)
 
 
 async def test_a_pause_that_is_not_ours_is_not_taken_for_running(engine: Spawned) -> None:
-    await adapter_of(engine)._control("/pause_generation", {"mode": "abort"}, CALL_SECONDS)
+    pause = ("/pause_generation", {"mode": "abort"}, CALL_SECONDS)
+    await adapter_of(engine)._control(*pause)
     seen = await adapter_of(engine).observe()
-    assert (seen.state, "continue_generation" in seen.detail) == (EngineState.UNREACHABLE, True)
+    assert (seen.state, seen.is_held) == (EngineState.UNREACHABLE, False)  # as one that starts
+    await adapter_of(engine)._control("/continue_generation", {}, CALL_SECONDS)
+    assert (await adapter_of(engine).observe()).state is EngineState.RUNNING
+    await adapter_of(engine)._control(*pause)
+    seen = await adapter_of(engine).observe()
+    assert (seen.state, seen.is_held, "continue_generation" in seen.detail) == (EngineState.UNREACHABLE, True, True)
 
 
 async def test_a_late_free_shows_in_the_bytes_only(engine: Spawned) -> None:
