@@ -222,9 +222,11 @@ class CudaCheckpointAdapter:
 
     async def _judged(self, told: str | None) -> Judged:
         judged = judge(await self._states() or await self._cuda_processes(), told)
+        if not judged.to_unlock:
+            return judged
         for pid in judged.to_unlock:
             await self._unlock(pid)
-        return judged
+        return judge(await self._states() or await self._cuda_processes(), told)
 
     async def _running(self, told: str | None) -> Observation:
         if told is not None:
@@ -240,7 +242,8 @@ class CudaCheckpointAdapter:
     async def _unlock(self, pid: int) -> None:
         """Raises EngineTimedOut where it did not get through, CheckpointBusy where somebody else is at work."""
         code = await self._driver.call("unlock", pid, _UNLOCK_SECONDS)
-        if not code.is_success:
+        # A call of an earlier agent may have come first, and changed its state.
+        if not code.is_success and (await self._ask_state(pid)).value == ProcessState.LOCKED:
             raise EngineTimedOut(f"pid {pid} is locked and was not unlocked: {code.name}")
 
     # ---- park -----------------------------------------------------------------------------------------------------
@@ -345,7 +348,10 @@ class CudaCheckpointAdapter:
 
     async def _restore(self, pid: int, seconds_max: float) -> None:
         code = await self._driver.call("restore", pid, seconds_max, wait_seconds=seconds_max)
-        if not code.is_success:
+        if code.is_success:
+            return
+        # A call of an earlier agent, which waited for the same device, may have done it first.
+        if (await self._ask_state(pid)).value not in (ProcessState.LOCKED, ProcessState.RUNNING):
             why = f"the restore of pid {pid} failed: {code.name}; it cannot be restored any more (cuda-checkpoint#44)"
             self._lose(why)
             raise EngineRefused(code.code, why)

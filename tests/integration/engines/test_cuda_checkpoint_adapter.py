@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -138,17 +139,6 @@ async def test_a_question_that_is_under_way_is_no_transition(new_rig: NewRig) ->
         assert seen == [EngineState.PARKED if parks else EngineState.RUNNING] * 3
 
 
-async def test_a_question_that_is_under_way_is_no_transition(new_rig: NewRig) -> None:
-    """An agent that starts looks at once for its first report and for its keeper."""
-    rig = await new_rig()
-    one = rig.again()
-    for parks in (False, True):
-        if parks:
-            await one.park(POLICY, 10)
-        seen = [observed.state for observed in await asyncio.gather(one.observe(), one.observe(), one.observe())]
-        assert seen == [EngineState.PARKED if parks else EngineState.RUNNING] * 3
-
-
 @pytest.mark.long
 async def test_a_lock_that_hangs_is_given_up(new_rig: NewRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one rank's does while the others wait for it in NCCL."""
@@ -207,6 +197,25 @@ async def test_a_restore_without_room_loses_the_engine_and_is_not_tried_again(ne
     await rig.stop()
     await rig.start()
     assert await rig.state() is EngineState.RUNNING
+
+
+async def test_a_restore_that_an_earlier_agent_s_call_has_done_is_done(new_rig: NewRig, tmp_path: Path) -> None:
+    """Both wait for a device on which another engine is restored; the first one's agent is gone."""
+    rig = await new_rig()
+    golden = await rig.one.answer(CANARY)
+    await rig.one.park(POLICY, 10)
+    (lock,) = rig.one._driver._lock_paths
+    with open(lock, "rb") as another:
+        fcntl.flock(another, fcntl.LOCK_EX)
+        gone = asyncio.create_task(rig.one.resume(POLICY, 30))
+        await wait_until_async(lambda: rig.ledger.read().get("state") == "restoring", 10, "its call is next")
+        heir = rig.again()
+        assert await rig.state() is EngineState.PARKED
+        resumed = asyncio.create_task(heir.resume(POLICY, 30))
+        await wait_until_async(lambda: heir._driver.is_changing, 20, "the next agent's call waits too")
+    await asyncio.gather(gone, resumed)
+    assert await rig.state() is EngineState.RUNNING
+    assert await rig.one.answer(CANARY) == golden
 
 
 async def test_a_checkpoint_that_fails_or_frees_nothing(new_rig: NewRig) -> None:
