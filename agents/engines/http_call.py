@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 import httpx
 
+from ..bounded_body import AnswerTooLarge, read_whole
 from ..errors import EngineAuthRefused, EngineRefused, EngineTimedOut, EngineUnreachable
 from ..key_files import KeyUnusable, read_header_key
 from ..loopback import loopback_client
@@ -18,6 +19,8 @@ from ..loopback import loopback_client
 _CONNECT_SECONDS: Final = 5.0  # one try
 _CONNECT_SECONDS_MIN: Final = 0.05
 _CONNECT_SHARE: Final = 0.9  # of the call's time: what is left after it would not suffice for an answer
+_CONNECTED: Final = "connection.connect_tcp.complete"  # an event of httpcore's
+_ANSWER_BYTES_MAX: Final = 4 << 20  # /openapi.json and /metrics are the largest
 _TEXT_MAX: Final = 500
 _LOCAL_WANTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
@@ -29,26 +32,31 @@ async def call(
 
     Never repeats what was sent, never follows a redirect. A connection that takes long is tried again: nothing was
     sent, and on this machine it is this process that was slow, or an engine that takes none. Refused ones are not.
-    Raises EngineUnreachable where nothing was sent, EngineTimedOut where the call was sent and was not answered
-    whole: what it did is unknown then.
+    ``seconds_max`` bounds all of it, and the answer has a bound in bytes. Raises EngineUnreachable where nothing was
+    sent, EngineTimedOut where the call was sent and was not answered whole: what it did is unknown then.
     """
     raw = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    sent = {} if headers is None else dict(headers)
+    sent = {"accept-encoding": "identity", **(headers or {})}
     if body is not None:
         sent["content-type"] = "application/json"
     loop = asyncio.get_running_loop()
-    connect_by = loop.time() + seconds_max * _CONNECT_SHARE
+    connect_by, is_connected = loop.time() + seconds_max * _CONNECT_SHARE, False
+
+    async def note(event: str, _: object) -> None:
+        nonlocal is_connected
+        is_connected |= event == _CONNECTED
+
     try:
         # httpx bounds each read, not the whole: an engine that trickles its answer would hold us for ever.
-        async with (
-            asyncio.timeout(seconds_max + _CONNECT_SECONDS),
-            loopback_client(httpx.Timeout(seconds_max)) as client,
-        ):
+        async with asyncio.timeout(seconds_max), loopback_client(httpx.Timeout(None)) as client:
             while True:
                 connect_seconds = min(_CONNECT_SECONDS, max(connect_by - loop.time(), _CONNECT_SECONDS_MIN))
-                limits = httpx.Timeout(seconds_max, connect=connect_seconds)
+                limits, more = httpx.Timeout(None, connect=connect_seconds), {"trace": note}
                 try:
-                    return await client.request(method, url, content=raw, headers=sent, timeout=limits)
+                    async with client.stream(
+                        method, url, content=raw, headers=sent, timeout=limits, extensions=more
+                    ) as response:
+                        return _kept(response, await read_whole(response, _ANSWER_BYTES_MAX))
                 except httpx.ConnectTimeout:
                     if loop.time() >= connect_by:
                         raise
@@ -59,9 +67,19 @@ async def call(
     except httpx.ConnectTimeout as error:
         raise EngineUnreachable(f"{url}: no connection within {seconds_max * _CONNECT_SHARE:.3g} s") from error
     except TimeoutError as error:
+        if not is_connected:
+            raise EngineUnreachable(f"{url}: no connection within {seconds_max:.3g} s") from error
         raise EngineTimedOut(f"{method} {url}: not answered whole within {seconds_max} s") from error
+    except AnswerTooLarge as error:
+        raise EngineTimedOut(f"{method} {url}: not read whole: {error}") from error
     except httpx.HTTPError as error:
         raise EngineTimedOut(f"{method} {url}: {type(error).__name__} {error}") from error
+
+
+def _kept(response: httpx.Response, body: bytes) -> httpx.Response:
+    """The answer without what its headers say of the body: it is not decoded, and its text is UTF-8 or is odd."""
+    told = {"date": response.headers["date"]} if "date" in response.headers else {}
+    return httpx.Response(response.status_code, headers=told, content=body)
 
 
 def accepted(reply: httpx.Response) -> httpx.Response:
@@ -77,7 +95,7 @@ def json_object(reply: httpx.Response) -> dict[str, Any]:
     """The body as a JSON object; EngineRefused for anything else."""
     try:
         value = reply.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EngineRefused(reply.status_code, f"not JSON: {reply.text[:_TEXT_MAX]}") from error
     if not isinstance(value, dict):
         raise EngineRefused(reply.status_code, f"not a JSON object: {reply.text[:_TEXT_MAX]}")
@@ -88,7 +106,7 @@ def error_text(reply: httpx.Response) -> str:
     """The words of {"message": s}, {"detail": s}, {"error": s} or {"error": {"message": s}}; else the body itself."""
     try:
         body: Any = reply.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return reply.text[:_TEXT_MAX]
     for name in ("error", "detail", "message"):
         if isinstance(body, dict) and name in body:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import httpx
 
+from ..bounded_body import AnswerTooLarge, read_whole
 from ..loopback import NO_TLS
 from .base import GateUnreachable
 
@@ -81,13 +82,8 @@ async def exchange(
                 httpx.AsyncClient(transport=transport, timeout=None, follow_redirects=False) as client,  # noqa: S113
                 client.stream(method, url, params=params, headers=sent, content=body, extensions=named) as response,
             ):
-                answer = bytearray()
-                async for chunk in response.aiter_raw():
-                    answer += chunk
-                    if len(answer) > bytes_max:
-                        raise GateUnreachable(f"{method} {url}: the answer is larger than {bytes_max} bytes")
-                return Reply(response.status_code, bytes(answer))
+                return Reply(response.status_code, await read_whole(response, bytes_max))
     except TimeoutError as error:
         raise GateUnreachable(f"{method} {url}: no whole answer within {seconds_max:g} s") from error
-    except (httpx.HTTPError, OSError) as error:
+    except (httpx.HTTPError, OSError, AnswerTooLarge) as error:
         raise GateUnreachable(f"{method} {url}: {str(error)[:_WORDS_MAX] or type(error).__name__}") from error
