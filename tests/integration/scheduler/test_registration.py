@@ -365,8 +365,9 @@ async def test_policies_are_seeded_changed_and_locked(store: Store) -> None:
     order = await agent.one_order()
     assert (order.kind, order.version, order.policy) == ("set_policy", 2, new)
     with pytest.raises(VersionConflict, match="version 2, not 1"):
-        await store.put_policy("alpha", new, 1, "ann", 1.0)
-    assert (await store.put_policy("alpha", new, None, "ann", 1.0)).version == 2, "no change, no version"
+        await store.put_policy("alpha", EnginePolicy(), 1, "ann", 1.0)
+    for against in (1, None):
+        assert (await store.put_policy("alpha", new, against, "ann", 1.0)).version == 2, "no change, no version"
     assert (await agent.register()).policies[0].policy == new, "the file only seeds"
     locked = EngineDeclared(engine=agent.engines[0], policy=EnginePolicy(), policy_locked=True)
     answer = await store.register(agent.message().model_copy(update={"engines": [locked]}), 2.0)
