@@ -82,6 +82,8 @@ def _prepare(snapshot: Snapshot, now: float) -> _Work:
     groups = build_groups(snapshot, now)
     whole = {device: nbytes for group in groups for device, nbytes in group.whole_bytes.items()}
     engines = {engine.id: engine for engine in snapshot.engines}
+    devices = {device.id: device for device in snapshot.devices}
+    busy = {attempt.loan_id for attempt in snapshot.attempts}
     loans: dict[LoanId, Loan] = {}
     rooms: dict[LoanId, Room] = {}
     for loan in sorted(snapshot.loans, key=lambda each: each.id):
@@ -95,6 +97,9 @@ def _prepare(snapshot: Snapshot, now: float) -> _Work:
         left = {} if loan.engine_lost else dict(loan.room_bytes)
         if loan.without_job is not None:  # opened before it was known what its engines keep while they are parked
             left = {device: min(nbytes, whole.get(device, nbytes)) for device, nbytes in left.items()}
+            if loan.state is LoanState.LENT and loan.id not in busy:
+                asleep = [engines[each] for each in loan.engine_ids if each in engines]
+                left = parking.at_most_free(left, devices, asleep)
         rooms[loan.id] = Room(loan.id, left, {device: whole.get(device, nbytes) for device, nbytes in left.items()})
     for attempt in snapshot.attempts:
         if attempt.loan_id in rooms:

@@ -56,6 +56,9 @@ class Device:
     capacity_bytes: int
     free_bytes: int
     foreign_bytes: int = 0  # held by processes that are neither an engine's nor a job's
+    engine_bytes: int = 0  # held by engines when ``free_bytes`` was seen
+    job_bytes: int = 0  # likewise by jobs
+    margin_bytes: int | None = None  # the node keeps it free beside every job; None: its agent does not tell
     quarantined: bool = False
     not_before: float = 0.0
     trouble: Reason | None = None  # why not_before was set

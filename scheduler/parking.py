@@ -7,13 +7,13 @@ Only engines that may be lent to jobs anyway (`when = "always"`) give them their
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from ..agents.protocol.loans import LoanState
 from ..agents.protocol.wire import EngineState, GateState, WithoutJob
 from .actions import OpenLoan
-from .model import DeviceId, Engine, EngineId, Loan, LoanId, Snapshot
+from .model import Device, DeviceId, Engine, EngineId, Loan, LoanId, Snapshot
 from .placement import Blocker, Group
 
 NEEDED: Final = "NeededByJob"  # why a loan without a job is ended for one that needs more
@@ -63,6 +63,7 @@ def under_pressure(groups: Iterable[Group], given: set[DeviceId], now: float) ->
     found: list[OpenLoan] = []
     for group in groups:
         wanted = bool(group.engines) and all(_is_pressed(engine, now) for engine in group.engines)
+        wanted = wanted and all(device.not_before <= now for device in group.devices)
         if not wanted or given.intersection(group.room_bytes) or obstacle(group, wanted_by_name=False) is not None:
             continue
         found.append(sleep(group, WithoutJob(wanted_by="pressure")))
@@ -78,6 +79,24 @@ def takes_jobs(loan: Loan, engines: Mapping[EngineId, Engine]) -> bool:
     if loan.without_job is None:
         return True
     return all(engine_id in engines and engines[engine_id].policy.when == "always" for engine_id in loan.engine_ids)
+
+
+def at_most_free(
+    room_bytes: Mapping[DeviceId, int], devices: Mapping[DeviceId, Device], engines: Sequence[Engine]
+) -> dict[DeviceId, int]:
+    """What is left for jobs where engines sleep and nothing runs: nobody has proved more free than is seen.
+
+    A device may have been looked at before the engines told what they hold now, and before the last job there ended.
+    """
+    left: dict[DeviceId, int] = {}
+    for device_id, nbytes in room_bytes.items():
+        device = devices.get(device_id)
+        if device is not None:
+            held = sum(engine.device_bytes.get(device_id, 0) for engine in engines)
+            free = device.free_bytes + max(0, device.engine_bytes - held) + device.job_bytes
+            nbytes = min(nbytes, max(0, free - (device.margin_bytes or 0)))
+        left[device_id] = nbytes
+    return left
 
 
 def may_make_way(snapshot: Snapshot, loans: Iterable[Loan]) -> set[LoanId]:

@@ -39,7 +39,7 @@ class Group:
     devices: tuple[Device, ...]
     engines: tuple[Engine, ...]
     room_bytes: Mapping[DeviceId, int]  # once the engines are parked, as their whole policies say
-    whole_bytes: Mapping[DeviceId, int]  # of each device with nobody else on it
+    whole_bytes: Mapping[DeviceId, int]  # of each device with nobody else on it, for jobs
     blocker: Blocker | None
     ways: tuple[GroupWay, ...] = ()  # to park its engines, cheapest first
     is_measured: bool = False  # it is known of one of them at least what it costs: that tells jobs apart
@@ -148,7 +148,7 @@ def _group(
     whole: dict[DeviceId, int] = {}
     for device in devices:
         kept = sum(engine.residual_bytes.get(device.id, 0) for engine in engines)
-        whole[device.id] = max(0, device.capacity_bytes - kept)
+        whole[device.id] = max(0, device.capacity_bytes - kept - (device.margin_bytes or 0))
     ways = group_ways(devices, engines, whole)
     blocker = _device_blocker(node, devices, lent, now) or _engine_blocker(devices, engines, now)
     measured = bool(engines) and any(way.seconds < _NEVER for way in ways)

@@ -89,6 +89,7 @@ devices = Table(
     Column("observed_at", Double, nullable=False),
     Column("epoch", BigInteger, nullable=False),
     Column("present", Boolean, nullable=False),  # in the node's last registration
+    Column("spawn_margin_bytes", BigInteger),  # what its node adds to the need of every job; null: it does not tell
     # After a loan that was refused there, with no engine on it.
     Column("not_before", Double, nullable=False, server_default="0"),
     Column("trouble", JSON(none_as_null=True)),

@@ -48,7 +48,7 @@ class GroupWay:
 def group_ways(
     devices: Sequence[Device], engines: Sequence[Engine], whole_bytes: Mapping[DeviceId, int]
 ) -> tuple[GroupWay, ...]:
-    """Cheapest first. ``whole_bytes``: of each device with nobody else on it."""
+    """Cheapest first. ``whole_bytes``: of each device with nobody else on it, for jobs."""
     of_engines = [_of_engine(engine) for engine in engines]
     margin = max((engine.learned.margin_bytes for engine in engines if engine.learned is not None), default=0)
     return tuple(_group_way(devices, engines, each, whole_bytes, margin) for each in combinations(of_engines))
@@ -68,16 +68,23 @@ def _group_way(
     whole_bytes: Mapping[DeviceId, int],
     margin_bytes: int,
 ) -> GroupWay:
-    # An agent that told what it learned adds its margin to every need, and knows before the park if that is too much.
-    kept = margin_bytes if any(way.plan.known for way in ways) else 0
+    # An agent that tells no margin with its devices has told it with what it learned.
+    untold = margin_bytes if any(way.plan.known for way in ways) else 0
     sharers = [_sharer(engine, way.plan) for engine, way in zip(engines, ways, strict=True)]
     room = {
         # Two observations of different moments must not add up to more than there is.
-        device.id: max(0, min(device.free_bytes + frees_together(sharers, device.id), whole_bytes[device.id]) - kept)
+        device.id: max(0, _free_at_most(device, frees_together(sharers, device.id), whole_bytes[device.id], untold))
         for device in devices
     }
     plans = {engine.id: way.plan for engine, way in zip(engines, ways, strict=True)}
     return GroupWay(plans, room, sum(way.cost_seconds for way in ways))
+
+
+def _free_at_most(device: Device, freed_bytes: int, whole_bytes: int, untold_bytes: int) -> int:
+    """The node adds its margin to the need of every job, with an engine on the device or without."""
+    if device.margin_bytes is None:
+        return min(device.free_bytes + freed_bytes, whole_bytes) - untold_bytes
+    return min(device.free_bytes + freed_bytes - device.margin_bytes, whole_bytes)
 
 
 def _sharer(engine: Engine, plan: Plan) -> Sharer:

@@ -25,6 +25,7 @@ def device_observed(tx: Tx, node_id: str, report: DeviceObserved, now: float) ->
         "kind": report.device_kind,
         "capacity_bytes": report.capacity_bytes,
         "free_bytes": report.free_bytes,
+        "spawn_margin_bytes": report.spawn_margin_bytes,
         "processes": [process.model_dump(mode="json") for process in report.processes],
         "quarantined": as_json(report.quarantined),
         "observed_at": now,
@@ -59,9 +60,8 @@ def device_observed(tx: Tx, node_id: str, report: DeviceObserved, now: float) ->
             node_id=node_id,
             data=as_json(reason),
         )
-    if any(
-        row[name] != values[name] for name in ("free_bytes", "capacity_bytes", "processes", "quarantined", "present")
-    ):
+    decides = ("free_bytes", "spawn_margin_bytes", "capacity_bytes", "processes", "quarantined", "present")
+    if any(row[name] != values[name] for name in decides):
         tx.touch("nodes", "decide")
 
 

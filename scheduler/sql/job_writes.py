@@ -24,7 +24,9 @@ _INSERT_JOB: Final = insert(jobs)
 _WAITING: Final = (
     select(func.count()).select_from(jobs).where(jobs.c.state.in_((JobState.QUEUED.value, JobState.HELD.value)))
 )
-_SIZES: Final = select(devices.c.node_id, devices.c.id, devices.c.capacity_bytes).where(devices.c.present)
+_SIZES: Final = select(devices.c.node_id, devices.c.id, devices.c.capacity_bytes, devices.c.spawn_margin_bytes).where(
+    devices.c.present
+)
 _RESIDUALS: Final = select(engines.c.residual_bytes).where(engines.c.present)
 
 
@@ -154,7 +156,8 @@ def _check_possible(conn: Connection, request: JobRequest) -> None:
             kept[device_id] = kept.get(device_id, 0) + nbytes
     by_node: dict[str, list[int]] = {}
     for row in rows:
-        by_node.setdefault(row.node_id, []).append(max(0, row.capacity_bytes - kept.get(row.id, 0)))
+        size = row.capacity_bytes - kept.get(row.id, 0) - (row.spawn_margin_bytes or 0)
+        by_node.setdefault(row.node_id, []).append(max(0, size))
     largest_gpus = max(len(sizes) for sizes in by_node.values())
     largest_bytes = largest_possible(by_node.values(), request.gpus)
     if largest_bytes == 0:

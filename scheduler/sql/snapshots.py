@@ -97,14 +97,19 @@ def _nodes(conn: Connection) -> Iterable[Node]:
 
 def _devices(conn: Connection) -> Iterable[Device]:
     for row in conn.execute(_DEVICES).mappings():
-        foreign = sum(process["bytes"] for process in row["processes"] if process["owner"] == "foreign")
+        held: dict[str, int] = {}
+        for process in row["processes"]:
+            held[process["owner"]] = held.get(process["owner"], 0) + process["bytes"]
         yield Device(
             id=DeviceId(row["id"]),
             node_id=NodeId(row["node_id"]),
             index=row["position"],
             capacity_bytes=row["capacity_bytes"],
             free_bytes=row["free_bytes"],
-            foreign_bytes=foreign,
+            foreign_bytes=held.get("foreign", 0),
+            engine_bytes=held.get("engine", 0),
+            job_bytes=held.get("job", 0),
+            margin_bytes=row["spawn_margin_bytes"],
             quarantined=row["quarantined"] is not None,
             not_before=row["not_before"],
             trouble=_reason(row["trouble"]),

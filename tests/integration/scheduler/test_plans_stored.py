@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+import pytest
+
 from lull.agents.protocol.capabilities import Capabilities, ParkPlan
 from lull.agents.protocol.loans import LoanEvent, LoanState
 from lull.agents.protocol.plans import Learned, ParkLearned
@@ -11,6 +13,7 @@ from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import AttemptEnd, OpenLoan, Reason
 from lull.scheduler import actions
 from lull.scheduler.decide import decide
+from lull.scheduler.errors import Unsatisfiable
 from lull.scheduler.store import Store
 from lull.vmm.tags import RestoreMode
 from tests.model_agent import GIB, ModelAgent, device, engine
@@ -68,6 +71,24 @@ async def test_a_plan_goes_to_the_node_and_stays_with_its_loan(
     assert snapshot.engines[0].trouble == reason
     [again] = [each for each in decide(snapshot, later + 3600) if isinstance(each, actions.OpenLoan)]
     assert [each.whole for each in again.plans.values()] == [True]
+
+
+async def test_what_a_node_keeps_free_beside_every_job_is_given_to_none(
+    store: Store, submit: Submit, deciding: Deciding
+) -> None:
+    keeps = device("gpu").model_copy(update={"spawn_margin_bytes": GIB // 8})
+    agent = ModelAgent(store, devices=[keeps])
+    await agent.register()
+    with pytest.raises(Unsatisfiable, match="largest possible is 896 MiB"):
+        await submit(hbm_bytes=GIB)
+    await submit()
+    await deciding()
+    order = await agent.one_order()
+    assert order.need_bytes_by_device == {"gpu": GIB - GIB // 8}
+    assert order.attempts[0].hbm_bytes == GIB - GIB // 8
+    await agent.report(keeps.model_copy(update={"spawn_margin_bytes": 7}))
+    [row] = (await store.load_snapshot(0.0)).devices
+    assert row.margin_bytes == 7
 
 
 async def test_a_plan_that_was_made_for_another_policy_opens_nothing(store: Store, submit: Submit) -> None:

@@ -57,7 +57,14 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         for index, name in enumerate(mine):
             devices.append(
                 Device(
-                    DeviceId(name), node.id, index, CAPACITY, rng.randint(0, CAPACITY), quarantined=rng.random() < 0.1
+                    DeviceId(name),
+                    node.id,
+                    index,
+                    CAPACITY,
+                    rng.randint(0, CAPACITY),
+                    quarantined=rng.random() < 0.1,
+                    not_before=rng.choice([0.0, 0.0, 0.0, NOW + 5]),
+                    margin_bytes=rng.choice([None, 0, 10]),
                 )
             )
         engines += [
@@ -215,7 +222,8 @@ def _check_open_loan(action: OpenLoan, nodes: Any, devices: Any, engines: Any) -
     for device_id in action.device_ids:
         assert devices[device_id].node_id == action.node_id
         assert not devices[device_id].quarantined
-        assert action.room_bytes[device_id] <= CAPACITY
+        assert action.room_bytes[device_id] <= CAPACITY - (devices[device_id].margin_bytes or 0)
+        assert devices[device_id].not_before <= NOW
     for engine in engines.values():
         if set(engine.device_ids) & set(action.device_ids):
             assert engine.id in action.engine_ids, "an engine on a lent device is not parked"

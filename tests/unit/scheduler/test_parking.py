@@ -133,6 +133,19 @@ def test_a_job_gets_no_more_of_a_sleep_than_its_engine_leaves() -> None:
     assert decided(device(free=90), parked, loan, job(hbm=91)) == []
 
 
+def test_a_job_gets_no_more_of_a_sleep_than_is_seen_to_be_free() -> None:
+    parked, loan = asleep()
+    for here in (device(free=60), device(free=65, margin_bytes=5)):
+        [start] = decided(here, parked, loan, job(hbm=60))
+        assert isinstance(start, StartAttempt)
+        assert decided(here, parked, loan, job(hbm=61)) == []
+    # Looked at before the park, or while the last job was still there: that is not what is there now.
+    for late in (device(free=20, engine_bytes=70), device(free=10, engine_bytes=10, job_bytes=70)):
+        [start] = decided(late, parked, loan, job(hbm=80))
+        assert isinstance(start, StartAttempt)
+        assert decided(late, parked, loan, job(hbm=81)) == []
+
+
 def test_a_sleep_in_which_a_job_has_just_been_started_is_not_ended_for_another() -> None:
     parked, loan = asleep()
     actions = decided(device(free=90), device(GPU1, 100), parked, loan, job("j", 50), job("k", 60, gpus=2))

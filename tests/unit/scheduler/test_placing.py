@@ -57,6 +57,7 @@ def live(name: str = "x", hbm: int = 50, **more: Any) -> Attempt:
     )
 
 
+PARKABLE = engine("a", "d0")
 PARKED = engine("a", "d0", state=EngineState.PARKED, gate=GateState.CLOSED, held=0)
 
 
@@ -110,6 +111,18 @@ def test_what_an_engine_keeps_is_not_there() -> None:
     assert (waits.code, waits.data["nodes"]["box"]["code"]) == ("Unsatisfiable", "Unsatisfiable")
     whole = one(decide(snapshot(device("d0", 40), kept, job("j", None)), 0.0))
     assert whole.places[0].hbm_bytes == 70
+
+
+def test_what_the_node_keeps_free_beside_every_job_is_not_there() -> None:
+    """The agent adds its margin to the need of every job, with an engine on the device or without."""
+    for rows, engines in (([device("d0", margin_bytes=10)], ()), ([device("d0", 40, margin_bytes=10), PARKABLE], "a")):
+        whole = one(decide(snapshot(*rows, job("j", None)), 0.0))
+        assert (whole.engine_ids, whole.places[0].hbm_bytes) == (tuple(engines), 90)
+        assert (whole.need_bytes_by_device, whole.room_bytes) == ({"d0": 90}, {"d0": 90})
+        assert isinstance(one(decide(snapshot(*rows, job("j", 90)), 0.0)), OpenLoan)
+        assert reason(decide(snapshot(*rows, job("j", 91)), 0.0)).code == "Unsatisfiable"
+        both = one(decide(snapshot(*rows, job("j", 45), job("k", 45)), 0.0))
+        assert [place.job_id for place in both.places] == ["j", "k"]
 
 
 def test_jobs_that_fit_under_one_park_run_under_one_park() -> None:
