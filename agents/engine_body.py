@@ -72,6 +72,7 @@ class EngineBody:
             lambda parks: self.remember(parks=parks),
             self.settings_key,
             lambda: self.incarnation,
+            lambda: self.policy.restore_modes,
             node.settings.spawn_margin_bytes,
         )
         kept = None if settings.policy_locked else node.journal.policy(engine_id)

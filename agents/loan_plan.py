@@ -1,7 +1,8 @@
 """What a loan releases of each engine, whether that can be true, and what came of it: each plan is judged by bytes.
 
 A plan that does not hold is refused before anything is released. After the park every device of the engine has to show
-what was predicted. What really became free, and how long it took, is written down and is what the next plan goes by.
+what was predicted. What really became free, and how long it took, is written down and is what the next plan goes by;
+a park that gave less than it had to is told apart, since the engine can do better.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .engine_hand import EngineHand
 from .journal import boottime
-from .park_alarms import seen_parked
+from .park_alarms import seen_parked, seen_short
 from .probe import DeviceFacts
 from .protocol.loans import LoanStep
 from .protocol.wire import Reason
@@ -68,21 +69,40 @@ def not_held(loan: Loan, facts: Facts) -> Reason | None:
     return None
 
 
+def agrees(loan: Loan, engine: EngineKeeper, facts: Facts) -> bool:
+    """Each of its devices shows what was predicted or, where nothing was, that something was released there."""
+    given = dropped(held_before(loan, engine), engine, facts)
+    enough = all(given.get(key, 0) >= of * AGREES_SHARE for key, of in _predicted(loan, engine).items())
+    return enough and not keeps_all(loan, engine, facts)
+
+
 def short_of(loan: Loan, facts: Facts, share: float) -> dict[str, dict[str, Any]]:
     """Devices, of every engine of the loan, on which its processes gave less than ``share`` of what was predicted."""
     short: dict[str, dict[str, Any]] = {}
     for engine in loan.engines:
-        plan, given = loan.plan_of(engine), dropped(held_before(loan, engine), engine, facts)
-        predicted = (
-            plan.freed_bytes
-            if plan is not None and plan.known
-            else engine.parks.freed_bytes(loan.policy_of(engine).restore_modes)
-        )
-        for device_id, bytes_ in predicted.items():
+        given = dropped(held_before(loan, engine), engine, facts)
+        for device_id, bytes_ in _predicted(loan, engine).items():
             if device_id in facts and given.get(device_id, 0) < bytes_ * share:
                 of = {"engine": engine.name, "predicted_bytes": bytes_, "freed_bytes": given.get(device_id, 0)}
                 short[device_id] = of
     return short
+
+
+def _predicted(loan: Loan, engine: EngineKeeper) -> dict[str, int]:
+    """By device; empty where nobody has seen such a park."""
+    plan = loan.plan_of(engine)
+    if plan is not None and plan.known:
+        return plan.freed_bytes
+    return engine.parks.freed_bytes(loan.policy_of(engine).restore_modes)
+
+
+def keeps_all(loan: Loan, engine: EngineKeeper, facts: Facts) -> list[str]:
+    """Devices on which it gave next to nothing of what was predicted or, where nothing was, of what it held."""
+    before, predicted = held_before(loan, engine), _predicted(loan, engine)
+    given = dropped(before, engine, facts)
+    if predicted:
+        return [device_id for device_id, of in predicted.items() if given.get(device_id, 0) < of * NOTHING_SHARE]
+    return [device_id for device_id, held in before.items() if held and not given[device_id]]
 
 
 def _before(loan: Loan, engine: EngineHand) -> dict[str, dict[str, int]]:
@@ -126,15 +146,27 @@ def parked(loan: Loan, facts: Facts) -> dict[str, dict[str, int]]:
     """Writes down what the parks of the loan's engines did, with the alarms; returns the freed bytes by engine."""
     given = freed(loan, facts)
     for engine in loan.engines:
-        seen_parked(
-            engine,
-            loan.policy_of(engine).restore_modes,
-            given[engine.engine_id],
-            engine.bytes_on(dict(facts)),
-            seconds=_seconds_since(loan, engine, LoanStep.PARK_SENT),
-            loan_id=loan.loan_id,
-        )
+        modes, residual = loan.policy_of(engine).restore_modes, engine.bytes_on(dict(facts))
+        of, loan_id = given[engine.engine_id], loan.loan_id
+        if agrees(loan, engine, facts):
+            seconds = _seconds_since(loan, engine, LoanStep.PARK_SENT)
+            seen_parked(engine, modes, of, residual, seconds=seconds, loan_id=loan_id)
+        else:
+            _fell_short(loan, engine, of, facts, still=True)
     return given
+
+
+def failed(loan: Loan, facts: Facts, *, still: bool) -> None:
+    """The same of a loan that came to nothing. ``still``: the memory had come to rest by then."""
+    given = freed(loan, facts)
+    for engine in loan.engines:
+        _fell_short(loan, engine, given[engine.engine_id], facts, still=still)
+
+
+def _fell_short(loan: Loan, engine: EngineKeeper, given: dict[str, int], facts: Facts, *, still: bool) -> None:
+    modes, residual = loan.policy_of(engine).restore_modes, engine.bytes_on(dict(facts))
+    released = still and not keeps_all(loan, engine, facts)
+    seen_short(engine, modes, given, residual, released=released, loan_id=loan.loan_id)
 
 
 def woken(loan: Loan, engine: EngineKeeper) -> None:

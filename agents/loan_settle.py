@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from . import loan_plan
 from .equal_samples import EqualSamples
-from .loan_plan import AGREES_SHARE, NOTHING_SHARE
+from .loan_plan import NOTHING_SHARE
 from .loan_release import foreign_words
 from .loan_without_job import SENTENCES
 from .probe import DeviceFacts, why_absent
@@ -48,13 +48,14 @@ async def settle(loan: Loan) -> None:
         )
         covered = all(facts[device_id].free_bytes >= need for device_id, need in needs.items())
         covered = covered and not _gave_nothing(loan, facts)
-        samples.take(sample, is_good=covered and not loan_plan.short_of(loan, facts, AGREES_SHARE))
+        agrees = all(loan_plan.agrees(loan, engine, facts) for engine in loan.engines)
+        samples.take(sample, is_good=covered and agrees)
         if samples.good >= samples_wanted:
             _settled(loan, facts)
             return
         if time.monotonic() > deadline and samples.taken > min(samples_wanted, _LOOKS_MIN):
-            # Less than was predicted, and still, and enough: the job runs, and the next plan knows better. Where a
-            # device gave next to nothing, a rank of the engine has not released at all.
+            # Less than was predicted, and still, and enough: the job runs. Where a device gave next to nothing of
+            # that, a rank of the engine has not released at all.
             still = samples.still >= samples_wanted
             if still and covered and not loan_plan.short_of(loan, facts, NOTHING_SHARE):
                 _settled(loan, facts)
@@ -160,8 +161,7 @@ def _not_free(loan: Loan, facts: Facts, needs: dict[str, int], *, still: bool) -
         sentence = f"nothing became free after the park of {names}"
     elif not short:
         sentence = f"the memory of {names} did not stop changing after the park"
-    if still and any(any(given.values()) for given in loan_plan.freed(loan, facts).values()):
-        loan_plan.parked(loan, facts)  # it was a park, of less: the next plan goes by it
+    loan_plan.failed(loan, facts, still=still)
     reason = Reason(code="HBMNotFreed", sentence=sentence, data={"devices": short, "unreleased": unreleased})
     _back_to_waking(loan, LoanEvent.MEMORY_NOT_FREE, reason)
     for engine in loan.engines:

@@ -18,8 +18,29 @@ def seen_parked(
     loan_id: str | None = None,
 ) -> None:
     """One park of a loan or of a trial: into the engine's history, with an alarm where it does worse than before."""
-    less = engine.parks.too_little(modes, freed_bytes)
+    _tell_too_little(engine, modes, freed_bytes, loan_id)
     engine.parks.parked(modes, freed_bytes, residual_bytes, seconds=seconds, at=time.time())
+    _tell_growth(engine, modes, loan_id)
+
+
+def seen_short(
+    engine: EngineBody,
+    modes: Mapping[str, str],
+    freed_bytes: dict[str, int],
+    residual_bytes: dict[str, int],
+    *,
+    released: bool,
+    loan_id: str,
+) -> None:
+    """One that gave less than it had to. ``released``: something on every device, and it was at rest."""
+    _tell_too_little(engine, modes, freed_bytes, loan_id)
+    engine.parks.fell_short(modes, freed_bytes, residual_bytes, released=released)
+
+
+def _tell_too_little(
+    engine: EngineBody, modes: Mapping[str, str], freed_bytes: dict[str, int], loan_id: str | None
+) -> None:
+    less = engine.parks.too_little(modes, freed_bytes)
     if less:
         worst, of = min(less.items(), key=lambda item: item[1]["freed_bytes"] / item[1]["learned_bytes"])
         sentence = (
@@ -29,6 +50,9 @@ def seen_parked(
         engine.node.alert(
             "warning", "park_frees_less", sentence, engine_id=engine.engine_id, loan_id=loan_id, data={"devices": less}
         )
+
+
+def _tell_growth(engine: EngineBody, modes: Mapping[str, str], loan_id: str | None) -> None:
     grown = engine.parks.growth(modes, engine.footprint)
     if grown:
         worst, residual = max(grown.items(), key=lambda item: item[1]["now_bytes"] - item[1]["first_bytes"])

@@ -5,6 +5,10 @@ parking it holds what was learned first (an alarm tells when a park frees much l
 its first park (which a process that has not parked yet is taken to do as well), and the last parks of the process
 that runs now, with what that kept each time: a process that keeps more from park to park leaks, and only a restart
 helps (vllm-project/vllm#21336, #32714).
+
+A park that gave less than it had to is not what the engine can do: a rank may just have been late. It counts for the
+whole policy only where every device released something and the next one gave the same; of a part it counts at once,
+since there is the whole policy to fall back on. Either way until the next good park, and for its process only.
 """
 
 from __future__ import annotations
@@ -18,15 +22,33 @@ from .protocol.plans import Learned, ParkLearned
 SAMPLES_MAX: Final = 5  # parks of which the seconds count
 RESIDUALS_MAX: Final = 32  # parks of one process of which it is kept what stayed
 FREED_SHARE_MIN: Final = 0.8  # of what was learned; less is an alarm
+SAME_SHARE: Final = 0.05  # two parks that differ by no more of what they freed did the same
 GROWTH_SHARE_MAX: Final = 0.05  # of what the engine holds awake; more, over the first park of a process, is an alarm
 TRIALS_MAX: Final = 2  # of one way: one that ends the agent or the engine twice is not tried again
 
 Record = dict[str, Any]
 Bytes = Mapping[str, int]
 
+_EMPTY: Final[Mapping[str, Any]] = {
+    "first": {},
+    "fresh": {},
+    "incarnation": None,
+    "freed": [],
+    "residuals": [],
+    "alarmed": {},
+    "short": {},  # the last park that gave too little, unless a good one came after it
+    "park_seconds": [],
+    "wake_seconds": [],
+    "parks": 0,
+    "trials": 0,
+    "trouble": None,
+    "at": None,
+}
+
 
 class ParkHistory:
-    """``read`` and ``remember`` are the engine's facts; ``key`` is how it is configured now."""
+    """``read`` and ``remember`` are the engine's facts; ``key`` is how it is configured now, ``whole`` what its whole
+    policy releases."""
 
     def __init__(
         self,
@@ -34,31 +56,59 @@ class ParkHistory:
         remember: Callable[[Record], None],
         key: Callable[[], str],
         incarnation: Callable[[], str | None],
+        whole: Callable[[], Mapping[str, str]],
         margin_bytes: int = 0,
     ) -> None:
         self._read = read
         self._remember = remember
         self._key = key
         self._incarnation = incarnation
+        self._whole = whole
         self._margin_bytes = margin_bytes
 
     # ---- what is known ------------------------------------------------------------------------------------------
 
     def learned(self) -> Learned:
-        ways = [_learned(record, self._incarnation()) for record in self._ways().values()]
-        return Learned(ways=[way for way in ways if way.parks or way.trouble], margin_bytes=self._margin_bytes)
+        ways = [self._learned({**_EMPTY, **record}) for record in self._ways().values()]
+        known = [way for way in ways if way.parks or way.freed_bytes or way.trouble]
+        return Learned(ways=known, margin_bytes=self._margin_bytes)
 
     def freed_bytes(self, modes: Mapping[str, str]) -> dict[str, int]:
         """What a park of this way is relied on to free, by device; empty if nobody has seen one."""
-        return _learned(self._record(modes), self._incarnation()).freed_bytes
+        return self._learned(self._record(modes)).freed_bytes
 
     def residual_bytes(self, modes: Mapping[str, str]) -> dict[str, int]:
-        return _learned(self._record(modes), self._incarnation()).residual_bytes
+        return self._learned(self._record(modes)).residual_bytes
 
     def is_known(self, modes: Mapping[str, str]) -> bool:
         """It was seen, or it has to be left alone: nothing is to be learned by a trial."""
         record = self._record(modes)
         return bool(record["first"]) or record["trouble"] is not None
+
+    def _learned(self, record: Record) -> ParkLearned:
+        incarnation = self._incarnation()
+        own = record["incarnation"] == incarnation and incarnation is not None
+        fresh: Record = record["fresh"] or {}
+        freed: list[dict[str, int]] = record["freed"] if own else [fresh["freed"]] if fresh else []
+        residuals: list[dict[str, int]] = record["residuals"] if own else [fresh["residual"]] if fresh else []
+        short: Record = record["short"]
+        if short and short["incarnation"] == incarnation and incarnation is not None:
+            if record["modes"] != {tag: str(mode) for tag, mode in self._whole().items()}:
+                freed = [*freed, short["freed"]]
+            elif short["times"] > 1:
+                freed, residuals = [*freed, short["freed"]], [*residuals, short["residual"]]
+        devices = {device for each in freed for device in each}
+        return ParkLearned(
+            modes={tag: RestoreMode(mode) for tag, mode in record["modes"].items()},
+            freed_bytes={device: min(each.get(device, 0) for each in freed) for device in sorted(devices)},
+            residual_bytes=residuals[-1] if residuals else {},
+            residual_first_bytes=residuals[0] if residuals else {},
+            park_seconds=_usual(record["park_seconds"]),
+            wake_seconds=_usual(record["wake_seconds"]),
+            parks=record["parks"],
+            seen_at=record["at"],
+            trouble=record["trouble"],
+        )
 
     # ---- what was seen ------------------------------------------------------------------------------------------
 
@@ -95,9 +145,24 @@ class ParkHistory:
         record["first"] = record["first"] or dict(freed)
         record["freed"] = [*record["freed"], dict(freed)][-SAMPLES_MAX:]
         record["residuals"] = _shortened([*record["residuals"], dict(residual)])
-        record |= {"parks": record["parks"] + 1, "at": at}
+        record |= {"parks": record["parks"] + 1, "at": at, "short": {}}
         if seconds is not None:
             record["park_seconds"] = [*record["park_seconds"], seconds][-SAMPLES_MAX:]
+        self._write(modes, record)
+
+    def fell_short(self, modes: Mapping[str, str], freed: Bytes, residual: Bytes, *, released: bool) -> None:
+        """A park gave less than it had to. ``released``: something on every device, and it was at rest."""
+        record, incarnation = self._record(modes), self._incarnation()
+        before: Record = record["short"]
+        again = bool(before) and incarnation is not None and before["incarnation"] == incarnation
+        same = again and before["released"] and released and _is_same(before["freed"], freed)
+        record["short"] = {
+            "incarnation": incarnation,
+            "freed": dict(freed),
+            "residual": dict(residual),
+            "released": released,
+            "times": before["times"] + 1 if same else 1,
+        }
         self._write(modes, record)
 
     def woken(self, modes: Mapping[str, str], seconds: float) -> None:
@@ -147,23 +212,8 @@ class ParkHistory:
 
     def _record(self, modes: Mapping[str, str]) -> Record:
         """A copy; one that says nothing where nothing is known."""
-        known: Record = self._ways().get(_name(modes), {})
-        empty: Record = {
-            "modes": {tag: str(mode) for tag, mode in sorted(modes.items())},
-            "first": {},
-            "fresh": {},
-            "incarnation": None,
-            "freed": [],
-            "residuals": [],
-            "alarmed": {},
-            "park_seconds": [],
-            "wake_seconds": [],
-            "parks": 0,
-            "trials": 0,
-            "trouble": None,
-            "at": None,
-        }
-        return {**empty, **known}
+        of: Record = {"modes": {tag: str(mode) for tag, mode in sorted(modes.items())}}
+        return {**_EMPTY, **of, **self._ways().get(_name(modes), {})}
 
     def _write(self, modes: Mapping[str, str], record: Record) -> None:
         self._remember({"of": self._key(), "ways": {**self._ways(), _name(modes): record}})
@@ -173,28 +223,16 @@ def _name(modes: Mapping[str, str]) -> str:
     return ",".join(f"{tag}={mode}" for tag, mode in sorted(modes.items()))
 
 
+def _is_same(before: Bytes, now: Bytes) -> bool:
+    return all(
+        abs(now.get(device, 0) - before.get(device, 0)) <= before.get(device, 0) * SAME_SHARE
+        for device in {*before, *now}
+    )
+
+
 def _shortened(residuals: list[dict[str, int]]) -> list[dict[str, int]]:
     """The first one stays: growth is counted from it."""
     return residuals if len(residuals) <= RESIDUALS_MAX else [residuals[0], *residuals[-RESIDUALS_MAX + 1 :]]
-
-
-def _learned(record: Record, incarnation: str | None) -> ParkLearned:
-    own = record.get("incarnation") == incarnation and incarnation is not None
-    fresh: Record = record.get("fresh") or {}
-    freed: list[dict[str, int]] = record["freed"] if own else [fresh["freed"]] if fresh else []
-    residuals: list[dict[str, int]] = record["residuals"] if own else [fresh["residual"]] if fresh else []
-    devices = {device for each in freed for device in each}
-    return ParkLearned(
-        modes={tag: RestoreMode(mode) for tag, mode in record["modes"].items()},
-        freed_bytes={device: min(each.get(device, 0) for each in freed) for device in sorted(devices)},
-        residual_bytes=residuals[-1] if residuals else {},
-        residual_first_bytes=residuals[0] if residuals else {},
-        park_seconds=_usual(record["park_seconds"]),
-        wake_seconds=_usual(record["wake_seconds"]),
-        parks=record["parks"],
-        seen_at=record["at"],
-        trouble=record["trouble"],
-    )
 
 
 def _usual(seconds: list[float]) -> float | None:

@@ -137,7 +137,10 @@ async def _park_and_wake(engine: EngineHand, policy: EnginePolicy, before: Facts
     else:
         facts = await _until_still(engine, policy, before)
         if facts is None:
-            engine.parks.went_wrong(modes, "the memory did not stop changing after the park")
+            # A park that did not come to rest in time says nothing about the next one: it is tried again, so often.
+            tags = ", ".join(sorted(modes))
+            sentence = f"a trial park of {tags} showed nothing: not every device gave memory and came to rest in time"
+            engine.node.alert("warning", "trial_failed", sentence, engine_id=engine.engine_id)
         else:
             freed = _freed(engine, before, facts)
             seen_parked(engine, modes, freed, engine.bytes_on(facts), seconds=boottime() - began)
@@ -151,7 +154,8 @@ async def _park_and_wake(engine: EngineHand, policy: EnginePolicy, before: Facts
 
 
 async def _until_still(engine: EngineHand, policy: EnginePolicy, before: Facts) -> Facts | None:
-    """A look that is as the ones before it and shows freed bytes; at the deadline one that is only still; else None."""
+    """A look that is as the ones before it and shows freed bytes; at the deadline one that is still, and on every
+    device something was released; else None."""
     loop = asyncio.get_running_loop()
     deadline, samples = loop.time() + policy.settle_seconds_max, EqualSamples()
     while True:
@@ -163,7 +167,8 @@ async def _until_still(engine: EngineHand, policy: EnginePolicy, before: Facts) 
         if samples.good >= policy.settle_samples:
             return facts
         if loop.time() > deadline and samples.taken > policy.settle_samples:
-            return facts if samples.still >= policy.settle_samples else None
+            keeps = any(was and held[key] >= was for key, was in engine.bytes_on(before).items())
+            return facts if samples.still >= policy.settle_samples and not keeps else None
         await asyncio.sleep(engine.node.settings.settle_poll_seconds)
 
 

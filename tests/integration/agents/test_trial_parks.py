@@ -126,6 +126,26 @@ async def test_an_engine_that_wakes_wrong_is_started_anew_and_that_way_is_left_a
         assert [(way.trouble, way.parks) for way in ways] == [(None, 1), (None, 1)]
 
 
+async def test_a_trial_in_which_nothing_became_free_teaches_nothing_and_is_tried_again(tmp_path: Path) -> None:
+    async with node_of(tmp_path, "frees_nothing", policy={"settle_seconds_max": 0.5}) as node:
+        await node.start()
+        await node.ready()
+        report = node.keeper().changed()
+        assert report.learned is not None
+        assert way_in(report.learned, WHOLE) is None
+        assert report.residual_bytes == {}, "its next park may free all of it"
+        told = alerts(node, "trial_failed")
+        assert ["showed nothing" in sentence for sentence in told] == [True, True], "once for each way"
+
+        node.set_faults()
+        first = node.keeper().incarnation
+        node.keeper().want_restart()
+        await node.until(lambda: node.keeper().incarnation not in (first, None), "another process")
+        await node.ready()
+        (device,) = node.device_ids
+        assert node.keeper().parks.freed_bytes(WHOLE) == {device: 6 * MIB}
+
+
 async def test_a_key_that_is_gone_says_nothing_about_the_way_that_is_tried(tmp_path: Path) -> None:
     key = tmp_path / "api.key"
     key.write_text("any")

@@ -30,11 +30,15 @@ class Engine:
             lambda parks: self.data.update(parks=parks),
             lambda: self.key,
             lambda: self.incarnation,
+            lambda: WHOLE,
             margin_bytes=7,
         )
 
     def park(self, freed: int, kept: int = 10, modes: dict[str, RestoreMode] = WHOLE) -> None:
         self.history().parked(modes, {"d0": freed}, {"d0": kept}, seconds=2.0, at=5.0)
+
+    def fall_short(self, freed: int, modes: dict[str, RestoreMode] = WHOLE, *, released: bool = True) -> None:
+        self.history().fell_short(modes, {"d0": freed}, {"d0": 100 - freed}, released=released)
 
     def way(self, modes: dict[str, RestoreMode] = WHOLE) -> ParkLearned:
         found = way_in(self.history().learned(), modes)
@@ -151,6 +155,52 @@ def test_ways_that_went_wrong_are_tried_anew_once_an_operator_says_so(engine: En
     assert not engine.history().is_known(KV), "what it freed is forgotten too: it was never seen whole"
     assert engine.way().parks == 1
     assert engine.history().try_begins(KV)
+
+
+def test_one_park_that_gave_too_little_says_nothing_about_the_whole_policy(engine: Engine) -> None:
+    engine.fall_short(50)
+    assert engine.history().learned().ways == []
+    assert engine.history().residual_bytes(WHOLE) == {}
+    assert not engine.history().is_known(WHOLE), "a trial may still show it"
+    engine.park(90)
+    engine.fall_short(50)
+    engine.fall_short(60)
+    assert (engine.way().freed_bytes, engine.way().residual_bytes) == ({"d0": 90}, {"d0": 10})
+    engine.park(90)
+    engine.fall_short(60)
+    assert engine.way().freed_bytes == {"d0": 90}, "not twice in a row"
+
+
+def test_the_same_too_little_twice_in_a_row_is_what_this_process_gives(engine: Engine) -> None:
+    """An engine that keeps a context on each device: a job that may have any size is told of what is left."""
+    engine.fall_short(90)
+    engine.fall_short(90)
+    assert (engine.way().freed_bytes, engine.way().residual_bytes) == ({"d0": 90}, {"d0": 10})
+    engine.incarnation = "2"
+    assert engine.history().residual_bytes(WHOLE) == {}, "another process is tried again"
+    engine.fall_short(90)
+    engine.fall_short(90)
+    engine.park(95)
+    assert engine.way().freed_bytes == {"d0": 95}, "it can give more"
+
+
+def test_a_device_that_released_nothing_is_never_a_measure_of_the_whole_policy(engine: Engine) -> None:
+    for _ in range(3):
+        engine.fall_short(0, released=False)
+    assert engine.history().residual_bytes(WHOLE) == {}
+    assert engine.history().freed_bytes(WHOLE) == {}
+
+
+def test_a_part_of_it_that_gave_too_little_is_believed_less_until_it_gives_again(engine: Engine) -> None:
+    engine.park(20, modes=KV)
+    engine.fall_short(0, KV, released=False)
+    assert engine.way(KV).freed_bytes == {"d0": 0}
+    assert engine.history().freed_bytes(WHOLE) == {}
+    engine.park(20, modes=KV)
+    assert engine.way(KV).freed_bytes == {"d0": 20}
+    engine.fall_short(0, KV, released=False)
+    engine.incarnation = "2"
+    assert engine.way(KV).freed_bytes == {"d0": 20}
 
 
 def test_samples_count_only_while_they_are_equal() -> None:
