@@ -1,8 +1,7 @@
 """HAProxy in front, our gateway as its `backup` server: what arrives while the engine is away waits in the gateway.
 
-Both lead to the engine, so the gate is closed when both are. HAProxy is closed first: from then on requests come to
-the gateway, and what that still lets through is counted there. Opened is the gateway first, so that those that waited
-go before those that come.
+Both lead to the engine, so the gate is closed when both are, and each counts what it still lets through. Opened is the
+gateway first, so that those that waited go before those that come.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class BackedHaproxyGate:
         await self._back.remove_route(engine_id)
 
     async def close(self, engine_id: str, terms: ClosedTerms) -> int | None:
-        in_front = await self._front.close(engine_id, terms)
-        behind = await self._back.close(engine_id, terms)
-        return (in_front or 0) + behind
+        """The gateway is closed also where HAProxy does not answer: requests may come to both."""
+        counts = await all_of(*(part.close(engine_id, terms) for part in self._parts))
+        return sum(count or 0 for count in counts)
 
     async def wait_drained(self, engine_id: str, seconds: float) -> int:
         return sum(await all_of(*(part.wait_drained(engine_id, seconds) for part in self._parts)))

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from lull.agents.gates.base import ClosedTerms, GateRefused, GateUnreachable
+from lull.agents.gates.gateway import GatewayGate
 from lull.agents.gates.haproxy import HaproxyGate
 from lull.agents.gates.haproxy_socket import server_counts, server_states
 from lull.agents.gates.sections import HaproxySection
@@ -97,6 +98,19 @@ async def test_one_of_two_that_cannot_be_closed_leaves_the_other_closed_and_the_
         assert (await gate.observe(ENGINE_ID)).state is GateState.UNKNOWN
         await gate.close(ENGINE_ID, ClosedTerms("refuse", 0, 60.0))
         assert (await gate.observe(ENGINE_ID)).state is GateState.CLOSED
+
+
+async def test_the_gateway_is_closed_also_where_haproxy_does_not_answer() -> None:
+    async with gate_rig(RIGS["haproxy and gateway"]) as rig:
+        gate = await rig.routed()
+        await gate.open(ENGINE_ID)
+        back = GatewayGate(rig.folder / "gateway.sock")
+        assert (await back.observe(ENGINE_ID)).state is GateState.OPEN
+        rig.haproxies[0].freeze()
+        with pytest.raises(GateUnreachable):
+            await gate.close(ENGINE_ID, ClosedTerms("hold", 100, 60.0))
+        assert (await back.observe(ENGINE_ID)).state is GateState.CLOSED
+        rig.haproxies[0].thaw()
 
 
 async def test_what_waits_in_haproxy_s_own_queue_waits_on_there_and_is_answered() -> None:
