@@ -202,6 +202,7 @@ class Daemon:
         for service in self.memory_services:
             self._spawn(_service_task(service), service.run())
         self._spawn("look", self.watch.look_around())
+        self._spawn("look at gates", self.watch.look_at_gates())
         self._spawn("gates", self.gates.guard(self.settings.gate_poll_seconds))
         self._spawn("pressure", PressureWatch(self.node, self.keepers, self.loan_on).run())
         self._spawn("occupancy", self.watch.report_occupancy())

@@ -48,7 +48,7 @@ class Watch:
         self.look_soon()
 
     async def look_around(self) -> None:
-        """Devices, while somebody listens; peaks of what jobs hold; requests at the gates. Until cancelled."""
+        """Devices, while somebody listens; peaks of what jobs hold. Until cancelled."""
         while True:
             self._look_at_disk()
             facts = await self._node.look()
@@ -62,7 +62,17 @@ class Watch:
             if self._node.connected.is_set():
                 for observed in self._node.observed(facts):
                     self._report_if_new(observed)
-            await self._look_at_gates()
+            self.look_soon()
+            await asyncio.sleep(self._node.settings.engine_poll_seconds)
+
+    async def look_at_gates(self) -> None:
+        """Apart from the devices: a gate that is somebody else's may take long. Until cancelled."""
+        while True:
+            seen = await self._gates.look()
+            now = time.monotonic()
+            for engine_id, gate in seen.items():
+                ago = gate.last_request_seconds_ago
+                self._requests[engine_id] = None if ago is None else now - ago
             self.look_soon()
             await asyncio.sleep(self._node.settings.engine_poll_seconds)
 
@@ -80,13 +90,6 @@ class Watch:
         if self._observed.get(observed.device_id) != observed:
             self._observed[observed.device_id] = observed
             self._node.journal.report(observed)
-
-    async def _look_at_gates(self) -> None:
-        seen = await self._gates.look()
-        now = time.monotonic()
-        for engine_id, gate in seen.items():
-            ago = gate.last_request_seconds_ago
-            self._requests[engine_id] = None if ago is None else now - ago
 
     async def report_occupancy(self) -> None:
         """Until cancelled."""

@@ -166,12 +166,16 @@ class KeptGate:
             raise GateUnreachable(f"the gate of engine {self._name} was drained and {in_flight} requests are in flight")
 
     async def guard(self, engine_id: str) -> GateObservation | None:
-        """One look; closes again what has opened by itself, and says so. None if it does not answer."""
+        """One look; closes again what has opened by itself, and says so. None if it does not answer, or is being acted
+        on: who looks waits for nobody."""
+        if self._acting.locked():
+            return None
         try:
             async with self._acting:
+                terms = self._closed_terms  # before the look: what is closed only after it was rightly open
                 seen = await self._gate.observe(engine_id)
-                terms = self._closed_terms
-                if terms is not None and self.traits.may_open_by_itself and seen.state is not GateState.CLOSED:
+                is_open = self.traits.may_open_by_itself and seen.state is not GateState.CLOSED
+                if is_open and terms is not None and terms is self._closed_terms:
                     seen = await self._close_again(engine_id, terms, seen)
                 self._reopened = False
         except GateError as error:
@@ -181,6 +185,16 @@ class KeptGate:
             self._silent = False
             self._say("info", "gate_well", f"the gate of engine {self._name} answers again", engine_id=engine_id)
         return seen
+
+    async def look(self, engine_id: str) -> GateObservation | None:
+        """As ``guard``; but what is guarded by others is looked at and left to them, so this takes no longer than a
+        look."""
+        if not (self.traits.may_open_by_itself and self.is_wanted_closed):
+            return await self.guard(engine_id)
+        try:
+            return None if self._acting.locked() else await self._gate.observe(engine_id)
+        except GateError:
+            return None
 
     async def _close_again(self, engine_id: str, terms: ClosedTerms, seen: GateObservation) -> GateObservation:
         if not self._reopened:

@@ -7,12 +7,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from lull.agents.gate_watch import GateWatch
 from lull.agents.gates.base import ClosedTerms, Gate, GateError, GateRefused, GateUnreachable
 from lull.agents.gates.counting import Counter
+from lull.agents.gates.gateway import GatewayGate
 from lull.agents.gates.kept import GateTraits, KeptGate
 from lull.agents.gates.kubernetes import KubernetesGate
 from lull.agents.gates.webhook import WebhookGate
@@ -54,11 +57,12 @@ async def must_not_be_known(gate: Gate) -> None:
 
 
 class Alerts:
-    def __init__(self) -> None:
+    def __init__(self, engine_id: str = ENGINE_ID) -> None:
+        self._engine_id = engine_id
         self.codes: list[str] = []
 
     def __call__(self, severity: str, code: str, sentence: str, **about: Any) -> None:
-        assert about["engine_id"] == ENGINE_ID
+        assert about["engine_id"] == self._engine_id
         self.codes.append(code)
 
 
@@ -247,7 +251,7 @@ async def test_one_that_counts_a_request_after_it_was_drained_is_not_proved() ->
 
 
 @asynccontextmanager
-async def graceful(name: str, grace_seconds: float) -> AsyncIterator[tuple[GateRig, Gate]]:
+async def graceful(name: str, grace_seconds: float) -> AsyncIterator[tuple[Any, Gate]]:
     """A gate for which nobody counts: a time has to pass."""
     async with gate_rig(RIGS[name]) as rig:
         section = rig.section(in_flight_metrics=[], drain_grace_seconds=grace_seconds)
@@ -318,6 +322,61 @@ async def test_an_agent_that_starts_in_a_loan_keeps_closed_what_the_last_one_clo
         seen = await gate.guard(ENGINE_ID)
         assert seen is not None
         assert seen.state is GateState.CLOSED
+
+
+async def test_one_that_is_closed_while_it_is_looked_at_did_not_open_by_itself() -> None:
+    async with gate_rig(RIGS["webhook"]) as rig:
+        alerts = Alerts()
+        gate = kept(WebhookGate(rig.section(call_seconds_max=20), "alpha", None), alerts)
+        await gate.open(ENGINE_ID)
+        await rig.hang()
+        calls = len(rig.server.hosts)
+        look = asyncio.create_task(gate.guard(ENGINE_ID))
+        await wait_until_async(lambda: len(rig.server.hosts) > calls, 10, "it is asked how it is")
+        closing = asyncio.create_task(close(gate))
+        await wait_until_async(lambda: gate.is_wanted_closed, 10, "it is to be closed")
+        await rig.unhang()
+        seen = await look
+        assert seen is not None
+        assert seen.state is GateState.OPEN
+        await closing
+        assert await state(gate) is GateState.CLOSED
+        assert alerts.codes == []
+
+
+@dataclass(frozen=True)
+class Behind:
+    gate: KeptGate
+
+
+async def test_one_that_takes_long_keeps_the_watch_from_no_other() -> None:
+    async with gate_rig(RIGS["webhook"]) as slow, gate_rig(RIGS["webhook"]) as quick:
+        long = kept(WebhookGate(slow.section(call_seconds_max=20), "slow", None), Alerts("slow"))
+        other = kept(await quick.routed(), Alerts("quick"))
+        await close(other)
+        watch = GateWatch(GatewayGate(quick.folder / "no.sock"), {"slow": Behind(long), "quick": Behind(other)})
+        guard = asyncio.create_task(watch.guard(0.02))
+        try:
+            await slow.hang()
+            closing = asyncio.create_task(close(long))
+            await wait_until_async(lambda: len(slow.server.hosts) == 1, 10, "it is told to close")
+            await quick.open_by_itself()
+            await wait_until_async(lambda: quick.server.state == "closed", 10, "the other is closed again")
+            assert "slow" not in await watch.look()
+            assert not closing.done()
+            await slow.unhang()
+            await closing
+
+            await slow.hang()
+            hangs_since = len(slow.server.hosts)
+            await wait_until_async(lambda: len(slow.server.hosts) > hangs_since, 10, "it is asked how it is")
+            await quick.open_by_itself()
+            await wait_until_async(lambda: quick.server.state == "closed", 10, "the other is closed again")
+            assert "slow" not in await watch.look()
+            await slow.unhang()
+        finally:
+            guard.cancel()
+            await asyncio.gather(guard, return_exceptions=True)
 
 
 @pytest.mark.parametrize("name", OPENING)

@@ -17,7 +17,8 @@ from lull.agents.engine_keeper import EngineKeeper
 from lull.agents.processes import send_signal, wait_exited
 from lull.agents.protocol.loans import LoanStep
 from lull.agents.protocol.wire import GateState
-from tests.agent_node import AgentNode
+from lull.vmm import HostDevice, HostDriver
+from tests.agent_node import MIB, AgentNode
 from tests.gates.kubernetes_server import NAMESPACE, TOKEN, FakePod, KubernetesServer
 from tests.gates.nodes import node_of
 from tests.gates.webhook_server import SECRET, WebhookServer
@@ -68,6 +69,7 @@ class Hook:
             "url": f"http://127.0.0.1:{self.server.port}/",
             "secret_file": folder / "secret",
             "allow": ["127.0.0.0/8"],
+            "call_seconds_max": 30,
         }
         return {"gate_kind": "webhook", "webhook": section}
 
@@ -122,6 +124,22 @@ async def test_the_engine_is_away_behind_a_closed_gate_whatever_dies(tmp_path: P
         assert other_side.is_open
         assert node.keeper().gate_state is GateState.OPEN
         assert node.steps().count(LoanStep.PARK_SENT) == 1
+
+
+async def test_devices_are_looked_at_while_a_gate_takes_long(tmp_path: Path) -> None:
+    hook = Hook()
+    async with node_behind(hook, tmp_path) as node:
+        hook.server.hangs.clear()
+        asked = len(hook.server.hosts)
+        await wait_until_async(lambda: len(hook.server.hosts) > asked, 10, "it is asked how it is")
+        assert node.daemon is not None
+        watch = node.daemon.watch
+        driver = HostDriver(HostDevice.create(tmp_path / "device0", capacity_bytes=16 * MIB))
+        handle = driver.create(driver.granularity())
+        await wait_until_async(lambda: watch._foreign == set(node.device_ids), 10, "a stranger on the device is seen")
+        driver.release(handle)
+        await wait_until_async(lambda: not watch._foreign, 10, "it is gone")
+        hook.server.hangs.set()
 
 
 async def test_without_a_gate_a_loan_says_who_counted(tmp_path: Path) -> None:
