@@ -164,6 +164,7 @@ class Node:
                     capacity_bytes=device.capacity_bytes,
                     free_bytes=fact.free_bytes,
                     quarantined=self.quarantined.get(device_id),
+                    spawn_margin_bytes=self.settings.spawn_margin_bytes,
                     processes=[
                         DeviceProcess(pid=pid, bytes=held, owner=owners[pid][0], owner_id=owners[pid][1])
                         for pid, held in sorted(fact.bytes_by_pid.items())
