@@ -222,6 +222,7 @@ class EngineBody:
             capabilities=self.capabilities,
             learned=self.parks.learned(),
             pressure=self.pressure,
+            tells_requests=self.gate.tells_requests,
         )
 
     async def first_look(self, facts: dict[str, DeviceFacts]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from lull.agents.daemon import Daemon
 from lull.agents.protocol.wire import Register
 from lull.agents.settings import AgentSettings
@@ -34,3 +36,13 @@ async def test_the_bytes_that_are_kept_free_beside_a_job_are_told_of_every_devic
     """A job that wants all of a bare device is given no more than this leaves."""
     told = await registered(tmp_path)
     assert [device.spawn_margin_bytes for device in told.devices] == [4096, 4096]
+
+
+@pytest.mark.parametrize(
+    ("gate", "tells"), [({}, True), ({"gate_kind": "none", "none": {}}, False)], ids=["gateway", "none"]
+)
+async def test_it_is_told_of_a_gate_whether_it_sees_requests(
+    tmp_path: Path, gate: dict[str, object], tells: bool
+) -> None:
+    [declared] = (await registered(tmp_path, **gate)).engines
+    assert declared.engine.tells_requests is tells
