@@ -8,8 +8,6 @@ from pydantic import Field
 
 from .protocol.written import Written
 
-KIND = "cuda-checkpoint"
-
 
 class CudaCheckpointOptions(Written):
     """Which processes are checkpointed together, and how long a lock may take."""
@@ -22,10 +20,8 @@ class CudaCheckpointOptions(Written):
     lock_seconds_max: Annotated[float, Field(gt=0, le=3600)] = 30.0
 
 
-def checkpoint_fault(kind: str, command: list[str] | None, options: CudaCheckpointOptions) -> str | None:
-    """What is wrong with the table for an engine of that kind and command; None if nothing is."""
-    if kind != KIND:
-        return f"cuda_checkpoint: only for kind {KIND!r}" if options.model_fields_set else None
+def checkpoint_fault(command: list[str] | None, options: CudaCheckpointOptions) -> str | None:
+    """What is wrong with the table for an engine of that command; None if nothing is."""
     if options.pids_from == "command" and command is None:
         return 'cuda_checkpoint.pids_from: there is no command; use "port", or say how the engine is started'
     return None

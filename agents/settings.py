@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from .checkpoint_settings import CudaCheckpointOptions, checkpoint_fault
 from .device_settings import DeviceSettings, devices_fault, engine_devices_fault
+from .engine_fields import misplaced
 from .gates.sections import AgentGates, EngineGate
 from .protocol.capabilities import loses_weights, refusal
 from .protocol.config_file import FilePath
@@ -86,10 +87,11 @@ class EngineSettings(EngineGate):
     def _check(self) -> EngineSettings:
         if self.kind == "process" and self.command is None:
             raise ValueError("command: an engine of kind 'process' is parked by ending it; say how it is started again")
+        if fault := misplaced(self._given(), self.kind, is_supervised=self.command is not None):
+            raise ValueError(fault)
         for field in ("park_command", "resume_command", "observe_command"):
-            given = getattr(self, field) is not None
-            if given != (self.kind == "command"):
-                raise ValueError(f"{field}: {'only for' if given else 'missing; it is needed for'} kind 'command'")
+            if self.kind == "command" and getattr(self, field) is None:
+                raise ValueError(f"{field}: missing; it is needed for kind 'command'")
         if self.kind == "trtllm" and self.control_key_file is None:
             raise ValueError("control_key_file: this kind of engine signs its control calls; name the file of its key")
         if MODES_ARE_FLAGS[self.kind] and self.command is not None and RESTORE_MODE_FLAGS not in self.command:
@@ -98,19 +100,29 @@ class EngineSettings(EngineGate):
                 " without it the policy's restore_modes could not be obeyed"
             )
         self.check_gate(self.kind)
-        if fault := checkpoint_fault(self.kind, self.command, self.cuda_checkpoint):
+        if fault := checkpoint_fault(self.command, self.cuda_checkpoint):
             raise ValueError(fault)
         if len(set(self.device_indexes)) != len(self.device_indexes):
             raise ValueError("device_indexes: each device once")
         unable = refusal(known_capabilities(self.kind), self.policy)
         if unable is not None:
             raise ValueError(f"policy.restore_modes: {unable}")
+        if fault := self.gate_refusal(self.policy):
+            raise ValueError(f"policy.{fault}")
         if self.kind == "vllm" and self.vllm.reload is None and loses_weights(self.policy):
             raise ValueError(
                 "policy.restore_modes: mode NONE loses the weights: say how they are loaded again, by"
                 ' reload = "reload_weights" in [engines.vllm], or keep them: model_weights = "CPU"'
             )
         return self
+
+    def _given(self) -> list[str]:
+        """The fields that were written, those of its tables too."""
+        given = sorted(self.model_fields_set)
+        given += [f"vllm.{field}" for field in sorted(self.vllm.model_fields_set)]
+        given += [f"cuda_checkpoint.{field}" for field in sorted(self.cuda_checkpoint.model_fields_set)]
+        # An attached engine that is tried out waits for its turn as long as one that starts may take.
+        return [field for field in given if not (field == "health_seconds_max" and self.trial_park)]
 
 
 class AgentSettings(AgentGates):

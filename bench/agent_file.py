@@ -52,7 +52,7 @@ class EngineEntry:
             "models": [self.name],
             "url": f"http://127.0.0.1:{self.port}",
             "device_indexes": [index],
-            "control_key_file": str(self.key_path),
+            **({} if "kind" in self.more else {"control_key_file": str(self.key_path)}),  # of another kind, it has none
             "command": command,
             **self.more,
             "policy": dict(self.policy),

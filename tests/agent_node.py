@@ -153,9 +153,7 @@ class AgentNode:
             "url": f"http://127.0.0.1:{engine.port}",
             "device_indexes": engine.devices,
             "control_key_file": key,
-            "command": None if engine.attached else command,
-            "health_seconds_max": 60,
-            "stop_seconds_max": 5,
+            **({} if engine.attached else {"command": command, "health_seconds_max": 60, "stop_seconds_max": 5}),
             "policy": {"when": "always", "settle_samples": 2, "settle_seconds_max": 2, **engine.policy},
             **engine.more,
         }

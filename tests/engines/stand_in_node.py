@@ -37,16 +37,19 @@ class StandInNode(AgentNode):
         if len(engine.devices) > 1:
             flags += ["--second-device", str(self.root / f"device{engine.devices[1]}")]
         self.commands[engine.name] = stand_in_command(engine.script, root, device, engine.port, *flags)
+        supervised = {
+            "command": self.commands[engine.name],
+            "env": {"PYTHONPATH": str(ROOT)},
+            "health_seconds_max": 60,
+            "stop_seconds_max": 5,
+        }
         return {
             "name": engine.name,
             "kind": engine.kind,
             "models": [engine.name],
             "url": f"http://127.0.0.1:{engine.port}",
             "device_indexes": engine.devices,
-            "command": None if engine.attached else self.commands[engine.name],
-            "env": {"PYTHONPATH": str(ROOT)},
-            "health_seconds_max": 60,
-            "stop_seconds_max": 5,
+            **({} if engine.attached else supervised),
             "policy": {"when": "always", "settle_samples": 2, "settle_seconds_max": 2, **engine.policy},
             **engine.settings,
         }

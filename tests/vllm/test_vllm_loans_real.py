@@ -46,15 +46,18 @@ class VllmNode(AgentNode):
         if self.server is not None:
             (self.root / "device0").symlink_to(self.server.device.path)
         port = engine.port if self.server is None else self.server.port
+        supervised = {
+            "command": vllm_command(self.model, port),
+            "env": {**ENVIRONMENT, "LULL_HOST_DEVICE": str(self.root / "device0")},
+            "health_seconds_max": START_SECONDS_MAX,
+        }
         return {
             "name": NAME,
             "kind": "vllm",
             "models": [NAME],
             "url": f"http://127.0.0.1:{port}",
             "device_indexes": [0],
-            "command": vllm_command(self.model, port) if self.server is None else None,
-            "env": {**ENVIRONMENT, "LULL_HOST_DEVICE": str(self.root / "device0")},
-            "health_seconds_max": START_SECONDS_MAX,
+            **(supervised if self.server is None else {}),
             "policy": {"when": "always", "settle_samples": 2, "canary": {"deadline_seconds": 60}, **engine.policy},
             **self.fields,
         }

@@ -184,7 +184,7 @@ def test_a_file_that_is_not_there_and_one_with_a_wrong_key(tmp_path: Path) -> No
 def test_key_files_that_others_can_read_or_that_are_none(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret")
-    engine = engine_toml("small", "vllm", 9, api_key_file="key", control_key_file="fifo")
+    engine = engine_toml("small", "sglang", 9, api_key_file="key", control_key_file="fifo")
     os.mkfifo(tmp_path / "fifo", 0o600)
     key.chmod(0o640)
     config = agent_toml(tmp_path, engines=engine)

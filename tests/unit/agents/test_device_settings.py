@@ -45,7 +45,9 @@ def load(tmp_path: Path, text: str) -> AgentSettings:
         (HOST + HOST, "devices.1.path: "),
         (HOST + GPU + ENGINE + "device_indexes = [0, 1]\n", "engines.0.device_indexes: an engine lives on GPUs or"),
         (
-            GPU + ENGINE + 'device_indexes = [0]\nenv = { CUDA_VISIBLE_DEVICES = "0" }\n',
+            GPU
+            + ENGINE
+            + 'device_indexes = [0]\ncommand = ["x", "{restore_mode_flags}"]\nenv = { CUDA_VISIBLE_DEVICES = "0" }\n',
             "engines.0.env: CUDA_VISIBLE_DEVICES is set from device_indexes, by UUID",
         ),
         (
