@@ -24,7 +24,7 @@ from typing import Any, Final
 from .disk_reserve import DiskReserve
 from .errors import JournalTooNew
 from .journal_file import JournalFile
-from .outbox import OBSERVATIONS_MAX, Outbox
+from .outbox import ALERTS_MAX, OBSERVATIONS_MAX, Outbox
 from .protocol.loans import LoanState, LoanStep
 from .protocol.policy import EnginePolicy
 from .protocol.wire import AttemptChanged, AttemptSpec, LoanStepTaken, OpenLoan, OrderAnswer, Reason
@@ -86,12 +86,17 @@ class Journal:
     """Opens or makes the journal in ``path``; raises JournalCorrupt, JournalUnavailable and JournalTooNew."""
 
     def __init__(
-        self, path: Path, reserve: DiskReserve | None = None, *, observations_max: int = OBSERVATIONS_MAX
+        self,
+        path: Path,
+        reserve: DiskReserve | None = None,
+        *,
+        observations_max: int = OBSERVATIONS_MAX,
+        alerts_max: int = ALERTS_MAX,
     ) -> None:
         self.path = path
         self._file = JournalFile(path, self._open_schema, reserve)
         self.on_report = self._file.on_write  # callables without arguments, called after something was written
-        self._outbox = Outbox(self._file, observations_max)
+        self._outbox = Outbox(self._file, observations_max, alerts_max)
         self.journal_id = self._meta_or("journal_id", str(uuid.uuid4()))
 
     def _open_schema(self, db: sqlite3.Connection) -> None:
@@ -331,6 +336,10 @@ class Journal:
 
     def acknowledge(self, report_id: int) -> None:
         self._outbox.acknowledge(report_id)
+
+    def drop_too_big(self, report_id: int) -> bool:
+        """An alert takes the place of a report that the scheduler cannot be sent; False if there is none by that id."""
+        return self._outbox.drop_too_big(report_id)
 
     def newest_report(self) -> int:
         """The id of the newest report that was not acknowledged; 0 if there is none."""

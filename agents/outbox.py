@@ -1,8 +1,9 @@
 """Reports that the scheduler has not taken yet, in their order and by their numbers.
 
-Whatever says what was done stays until it is taken. Observations are many and the newest one counts: the oldest of
-them go when there are too many. While the disk is short only the newest of each thing is kept, in memory, for as long
-as the one before it was not taken: the file then has one row of each at most, and a scheduler that listens hears all.
+Whatever says what was done stays until it is taken. Observations are many and the newest one counts, and alerts only
+tell of what the others say: the oldest of them go when there are too many. While the disk is short only the newest
+observation of each thing is kept, in memory, for as long as the one before it was not taken: the file then has one row
+of each at most, and a scheduler that listens hears all.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from .journal_file import JournalFile
 from .protocol.wire import Alert, AttemptChanged, DeviceObserved, EngineChanged, OccupancyChanged, Report
 
 OBSERVATIONS_MAX: Final = 50_000
+ALERTS_MAX: Final = 10_000
 
 _REPORT: Final[TypeAdapter[Any]] = TypeAdapter(Report)
-_IS_OBSERVATION: Final = "json_extract(report, '$.kind') IN ('device_observed', 'occupancy_changed', 'engine_changed')"
+_KIND: Final = "json_extract(report, '$.kind')"
+_IS_OBSERVATION: Final = f"{_KIND} IN ('device_observed', 'occupancy_changed', 'engine_changed')"
+_TOO_BIG: Final = "report_too_big"
+_IS_ALERT: Final = f"{_KIND} = 'alert'"
 
 
 def _observed(report: Any) -> tuple[str, str] | None:
@@ -36,18 +41,20 @@ def _observed(report: Any) -> tuple[str, str] | None:
 class Outbox:
     """Part of the journal in ``file``."""
 
-    def __init__(self, file: JournalFile, observations_max: int = OBSERVATIONS_MAX) -> None:
+    def __init__(
+        self, file: JournalFile, observations_max: int = OBSERVATIONS_MAX, alerts_max: int = ALERTS_MAX
+    ) -> None:
         self._file = file
-        self._observations_max = observations_max
+        self._most = {_IS_OBSERVATION: observations_max, _IS_ALERT: alerts_max}
         self._acknowledged = self._mark("acknowledged")
         # A power cut takes the newest of what was not flushed: their numbers are then given a second time.
         self.numbered_at_start = self._numbered()
         self._held_back: dict[tuple[str, str], tuple[float, Any]] = {}
         self._last: dict[tuple[str, str], int] = {}  # the number of what was last written of each thing
-        self._observations = self._count()  # at least as many as there are
+        self._counts = {of_kind: self._count(of_kind) for of_kind in self._most}  # at least as many as there are
 
-    def _count(self) -> int:
-        return int(self._file.read(f"SELECT count(*) FROM outbox WHERE {_IS_OBSERVATION}").fetchone()[0])  # noqa: S608
+    def _count(self, of_kind: str) -> int:
+        return int(self._file.read(f"SELECT count(*) FROM outbox WHERE {of_kind}").fetchone()[0])  # noqa: S608
 
     def _numbered(self) -> int:
         row = self._file.read("SELECT seq FROM sqlite_sequence WHERE name = 'outbox'").fetchone()
@@ -73,9 +80,14 @@ class Outbox:
         if of is not None:
             self._held_back.pop(of, None)
             self._last[of] = self.newest()
-            self._observations += 1
-            if self._observations > self._observations_max:
-                self._drop_oldest()
+            self._counted(_IS_OBSERVATION)
+        elif isinstance(report, Alert):
+            self._counted(_IS_ALERT)
+
+    def _counted(self, of_kind: str, more: int = 1) -> None:
+        self._counts[of_kind] += more
+        if self._counts[of_kind] > self._most[of_kind]:
+            self._drop_oldest(of_kind)
 
     def _waits(self, of: tuple[str, str]) -> bool:
         """The last report of it was not taken yet."""
@@ -97,23 +109,34 @@ class Outbox:
                 self._last[of] = self.newest()
         for of in things:
             del self._held_back[of]
-        self._observations += len(things)
+        self._counted(_IS_OBSERVATION, len(things))
 
-    def _drop_oldest(self) -> None:
+    def _drop_oldest(self, of_kind: str) -> None:
         """Down to a hundredth below the bound, so that it is rarely done."""
-        self._observations = self._count()
-        over = self._observations - self._observations_max
+        self._counts[of_kind] = self._count(of_kind)
+        over = self._counts[of_kind] - self._most[of_kind]
         if over <= 0:
             return
         oldest = self._file.read(
-            f"SELECT id FROM outbox WHERE {_IS_OBSERVATION} ORDER BY id LIMIT ?",  # noqa: S608
-            (over + self._observations_max // 100,),
+            f"SELECT id FROM outbox WHERE {of_kind} ORDER BY id LIMIT ?",  # noqa: S608
+            (over + self._most[of_kind] // 100,),
         ).fetchall()
         with self._file.together():
             for (number,) in oldest:
                 self._file.write("DELETE FROM outbox WHERE id = ?", (number,))
             self._raise_mark("dropped_to", oldest[-1][0])
-        self._observations -= len(oldest)
+        self._counts[of_kind] -= len(oldest)
+
+    def drop_too_big(self, number: int) -> bool:
+        """An alert takes its place, so that nothing is missing in between. False if there is no such report, or it is
+        that alert: then it is not its size that is refused."""
+        found = self._file.read(f"SELECT {_KIND}, report FROM outbox WHERE id = ?", (number,)).fetchone()  # noqa: S608
+        if found is None or f'"code":"{_TOO_BIG}"' in found[1]:
+            return False
+        sentence = f"a report ({found[0]}) of {len(found[1])} bytes was dropped: the server takes none of that size"
+        alert = Alert(severity="critical", code=_TOO_BIG, sentence=sentence)
+        self._file.write("UPDATE outbox SET report = ? WHERE id = ?", (_REPORT.dump_json(alert).decode(), number))
+        return True
 
     def unsent(self, limit: int) -> list[dict[str, Any]]:
         """The oldest reports that were not acknowledged, as ReportEnvelope objects."""
@@ -121,7 +144,7 @@ class Outbox:
         reports = [{"id": row[0], "at": row[1], "report": json.loads(row[2])} for row in found]
         if reports and self._has_dropped_before(reports[0]["id"]):
             # A gap would mean that reports of what was done are lost: they are not.
-            sentence = "the oldest observations were dropped while the scheduler was away"
+            sentence = "the oldest observations and alerts were dropped while the scheduler was away"
             gap = Alert(severity="info", code="observations_dropped", sentence=sentence)
             first = {"id": self._acknowledged + 1, "at": reports[0]["at"], "report": gap.model_dump(mode="json")}
             reports = [first, *reports[: limit - 1]]

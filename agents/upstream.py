@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -30,7 +31,11 @@ _SILENCE_SECONDS_MAX: Final = 30.0  # the server sends a keep-alive line every 1
 _SIGN_OF_LIFE_SECONDS: Final = 10.0
 _LINE_BYTES_MAX: Final = 4 << 20
 _BACK_OFF_SECONDS: Final = (0.1, 5.0)
+_STEADY_SECONDS: Final = 5.0  # of service, after which a broken connection is a first failure again
 _BATCH: Final = 500
+_TOO_BIG: Final = 413
+# No report of what was done is larger. A server that refuses a smaller body has a proxy with a wrong limit before it.
+_REPORT_BYTES_MAX: Final = 64 << 10
 
 
 class RegisterAgain(AgentError):
@@ -80,19 +85,24 @@ class Upstream:
 
     async def run(self) -> None:
         """Until cancelled: registers, then reads orders and sends reports until the connection breaks."""
+        loop = asyncio.get_running_loop()
         low, high = _BACK_OFF_SECONDS
         failures = 0
         while True:
+            said = "the stream of orders ended"
+            serves_since = math.inf
             try:
                 await self._register()
-                failures = 0
+                serves_since = loop.time()
                 await self._serve()
             except (httpx.HTTPError, AgentError, ValueError, OSError) as error:  # ValueError: an answer that is none
-                failures += 1
-                level = log.warning if failures in (1, 10) else log.debug
-                level("no scheduler", failures=failures, error=f"{type(error).__name__}: {error}")
+                said = f"{type(error).__name__}: {error}"
             finally:
                 self._connected.clear()
+            # A server that takes every registration and nothing after it must not be asked without a pause.
+            failures = 1 if loop.time() - serves_since >= _STEADY_SECONDS else failures + 1
+            level = log.warning if failures in (1, 10) else log.debug
+            level("no scheduler", failures=failures, error=said)
             await asyncio.sleep(min(high, low * 2 ** min(failures, 8)) * random.uniform(0.5, 1.0))
 
     async def _register(self) -> None:
@@ -148,9 +158,10 @@ class Upstream:
         return True
 
     async def _send_reports(self) -> None:
+        most = _BATCH
         while True:
             self._unsent.clear()
-            reports = self._journal.unsent(_BATCH)
+            reports = self._journal.unsent(most)
             if not reports and not await self._something_new():
                 reports = []  # an empty batch says that this agent lives: its lease is renewed by what it does
             elif not reports:
@@ -161,13 +172,25 @@ class Upstream:
                 journal_id=self._journal.journal_id,
                 reports=reports,
             )
-            reply = await self.client.post("/agent/reports", **_json(batch))
+            sent = _json(batch)
+            reply = await self.client.post("/agent/reports", **sent)
+            if reply.status_code == _TOO_BIG and len(reports) > 1:
+                most = len(reports) // 2
+                continue
+            if reply.status_code == _TOO_BIG and self._drop_too_big(reports, len(sent["content"])):
+                continue
             if reply.status_code != 200:
-                raise RegisterAgain(f"reports: HTTP {reply.status_code}: {reply.text[:500]}")
+                size = f" for {len(sent['content'])} bytes" if reply.status_code == _TOO_BIG else ""
+                raise RegisterAgain(f"reports: HTTP {reply.status_code}{size}: {reply.text[:500]}")
             answer = ReportsAnswer.model_validate_json(reply.content)
             if answer.unsupported:
                 log.warning("the scheduler does not know these reports", ids=answer.unsupported)
             self._journal.acknowledge(answer.acknowledged)
+            most = min(_BATCH, most + max(1, most // 4))
+
+    def _drop_too_big(self, reports: list[dict[str, Any]], body_bytes: int) -> bool:
+        """Whether the one report was put aside, so that those behind it are told."""
+        return bool(reports) and body_bytes > _REPORT_BYTES_MAX and self._journal.drop_too_big(reports[0]["id"])
 
 
 def read_order(line: bytes) -> OrderEnvelope:

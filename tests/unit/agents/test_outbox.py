@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lull.agents.journal import Journal
 from lull.agents.protocol.loans import LoanStep
-from lull.agents.protocol.wire import OccupancyChanged, OccupancyKind
+from lull.agents.protocol.wire import Alert, OccupancyChanged, OccupancyKind
 
 
 def observe(journal: Journal, count: int) -> None:
@@ -72,3 +72,30 @@ def test_a_process_knows_which_numbers_are_its_own(tmp_path: Path) -> None:
     again = Journal(tmp_path / "journal.sqlite")
     assert again.reports_at_start == 5, "also those that were taken and forgotten"
     again.close()
+
+
+def test_the_oldest_alerts_go_and_what_was_done_stays(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite", alerts_max=100)
+    for _ in range(5):
+        for number in range(100):
+            journal.report(Alert(severity="critical", code="engine_not_running", sentence=str(number)))
+        journal.write_step("l", LoanStep.ACCEPTED)
+    assert kinds(journal).count("loan_step") == 5
+    assert 90 <= kinds(journal).count("alert") <= 101
+    taken = 0
+    while reports := journal.unsent(7):
+        assert reports[0]["id"] == taken + 1, "no gap for the scheduler"
+        taken = reports[-1]["id"]
+        journal.acknowledge(taken)
+    assert taken == 505
+    journal.close()
+
+
+def test_an_alert_takes_the_place_of_a_report_that_is_too_big(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    observe(journal, 3)
+    assert journal.drop_too_big(2)
+    assert kinds(journal) == ["occupancy_changed", "alert", "occupancy_changed"]
+    assert not journal.drop_too_big(2), "it is not its size that is refused"
+    assert not journal.drop_too_big(4), "there is no such report"
+    journal.close()
