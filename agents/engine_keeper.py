@@ -16,6 +16,7 @@ from .engine_hand import POLL_SECONDS_FIRST, POLL_SECONDS_MAX, EngineHand, StepS
 from .engine_process import EngineWillNotDie
 from .engines.base import Observation
 from .errors import AgentError, EngineLost
+from .gates.base import GateError
 from .gates.kept import KeptGate
 from .node import Node
 from .protocol.engine_kinds import MAY_END_AT_PARK, MODES_ARE_FLAGS
@@ -54,12 +55,10 @@ class EngineKeeper(EngineHand):
         if self.settings.policy_locked:
             return "the agent's file locks this engine's policy"
         changes_modes = policy.restore_modes != self.policy.restore_modes
-        refusal = self.refusal(policy) if changes_modes else None
+        refusal = self.settings.gate_refusal(policy) or (self.refusal(policy) if changes_modes else None)
         fixed = self.process is None and MODES_ARE_FLAGS[self.settings.kind]
         if refusal is None and fixed and changes_modes:
             refusal = "restore modes of an attached engine are fixed by whoever started it"
-        if refusal is None and policy.on_pressure and not self.gate.tells_requests:
-            refusal = "on_pressure: the gate of this engine does not see requests, so none could wake it"
         if refusal is not None:
             return refusal
         self.node.journal.set_policy(self.engine_id, version, policy)
@@ -184,12 +183,7 @@ class EngineKeeper(EngineHand):
         if not self.verified_now():
             self.state = EngineState.GONE if self.process_identity is None else EngineState.STARTING
             return False
-        seen = await self.adapter.observe()
-        for _ in range(_UNHEALTHY_LOOKS_MAX):
-            if not seen.is_silent or self.process_identity is None:
-                break
-            await asyncio.sleep(POLL_SECONDS_MAX)
-            seen = await self.adapter.observe()
+        seen = await self._observed()
         if seen.is_our_fault or seen.is_held:
             await self._leave_as_it_is(seen)
             return True
@@ -217,6 +211,16 @@ class EngineKeeper(EngineHand):
         self.report()
         return True
 
+    async def _observed(self) -> Observation:
+        """Silence is looked at again, so often."""
+        seen = await self.adapter.observe()
+        for _ in range(_UNHEALTHY_LOOKS_MAX):
+            if not seen.is_silent or self.process_identity is None:
+                break
+            await asyncio.sleep(POLL_SECONDS_MAX)
+            seen = await self.adapter.observe()
+        return seen
+
     async def _leave_as_it_is(self, seen: Observation) -> None:
         """One that cannot be asked serves on as far as anybody knows; a closed gate stays closed. One that somebody
         else has stopped has no traffic until it runs again: nothing of it was released, so it is right as it was."""
@@ -237,7 +241,12 @@ class EngineKeeper(EngineHand):
         await self.close_gate()
         left = 0
         if self.process_identity is not None:  # a dead engine has nothing in flight, and nobody to tell it
-            left = await self.gate.wait_drained(self.engine_id, self.policy.drain_seconds_max)
+            try:
+                left = await self.gate.wait_drained(self.engine_id, self.policy.drain_seconds_max)
+            except GateError as error:
+                if await self._serves_on():
+                    raise
+                log.warning("it is stopped, drained or not", engine=self.name, error=str(error))
         if left and self.policy.on_drain_deadline == "abort_loan" and self.verified_now():
             await self.open_gate()  # as for a loan: its owner would rather wait than cut these requests
             raise EngineLost(f"engine {self.name} is not restarted yet: {left} requests did not end in time")
@@ -245,6 +254,15 @@ class EngineKeeper(EngineHand):
         if self.process is not None:
             await self.process.stop(self.settings.stop_seconds_max)
         self.restart_wanted = True  # until the new process has been started
+
+    async def _serves_on(self) -> bool:
+        """Its gate is closed and cannot be drained: one that is right gets its traffic back. One that is not has none,
+        and does not stay as it is because nobody can count that."""
+        seen = await self._observed()
+        is_right = self.verified_now() and (seen.state is EngineState.RUNNING or seen.is_our_fault)
+        if is_right:
+            await self.open_gate()
+        return is_right or seen.is_held
 
     # ---- bringing an engine back --------------------------------------------------------------------------------
 

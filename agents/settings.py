@@ -109,6 +109,8 @@ class EngineSettings(EngineGate):
             raise ValueError(f"policy.restore_modes: {unable}")
         if fault := self.gate_refusal(self.policy):
             raise ValueError(f"policy.{fault}")
+        if fault := self.gate_refusal(self.policy):
+            raise ValueError(f"policy.{fault}")
         if self.kind == "vllm" and self.vllm.reload is None and loses_weights(self.policy):
             raise ValueError(
                 "policy.restore_modes: mode NONE loses the weights: say how they are loaded again, by"

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, cast
 from pydantic import AfterValidator, Field, model_validator
 
 from ..protocol.config_file import FilePath
+from ..protocol.policy import EnginePolicy
 from ..protocol.written import Written, check_port
 
 GateKind = Literal["gateway", "haproxy", "kubernetes", "webhook", "none"]
@@ -166,6 +167,24 @@ class EngineGate(Written):
             lacking = section.nobody_counts(engine_kind) if isinstance(section, CountingSection) else None
             if lacking is not None and kind != "webhook":  # a webhook may count itself
                 raise ValueError(f"{kind}.{lacking}")
+
+    def gate_refusal(self, policy: EnginePolicy) -> str | None:
+        """Why this gate cannot do what ``policy`` asks for."""
+        if policy.on_pressure and not self.needs_gateway:
+            return "on_pressure: the gate of this engine does not see requests, so none could wake it"
+        if policy.on_drain_deadline == "abort_requests" and self.gate_kind in ("kubernetes", "none"):
+            return (
+                f"on_drain_deadline: 'abort_requests': gate_kind {self.gate_kind!r} cannot abort requests;"
+                ' set on_drain_deadline = "abort_loan"'
+            )
+        section = getattr(self, self.gate_kind, None)
+        grace_seconds = section.drain_grace_seconds if isinstance(section, CountingSection) else None
+        if grace_seconds is not None and grace_seconds > policy.drain_seconds_max:
+            return (
+                f"drain_seconds_max: {policy.drain_seconds_max:g} s are over before"
+                f" {self.gate_kind}.drain_grace_seconds, which are {grace_seconds:g}, have passed: make it as long"
+            )
+        return None
 
     @property
     def needs_gateway(self) -> bool:

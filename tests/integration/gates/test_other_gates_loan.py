@@ -176,6 +176,21 @@ async def test_a_dead_engine_that_nobody_else_counts_for_is_started_again(tmp_pa
             await node.ready()
 
 
+async def test_an_engine_that_cannot_be_drained_serves_on_until_it_can_be_restarted(tmp_path: Path) -> None:
+    hook = Hook()
+    async with node_behind(hook, tmp_path) as node:
+        hook.server.in_flight = None  # nobody counts
+        keeper = node.keeper()
+        first = keeper.incarnation
+        keeper.want_restart()
+        await node.until(lambda: keeper.reason is not None and "in_flight" in keeper.reason.sentence, "it is refused")
+        await wait_until_async(lambda: hook.is_open, 10, "it serves on")
+        assert keeper.incarnation == first
+        hook.server.in_flight = 0
+        await node.until(lambda: _is_another(keeper, {None, first}), "it is restarted")
+        await node.ready()
+
+
 def _is_another(keeper: EngineKeeper, gone: set[str | None]) -> bool:
     return keeper.incarnation not in gone
 

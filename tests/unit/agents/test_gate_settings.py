@@ -41,6 +41,9 @@ services = ["vllm"]
 condition = "lull.dev/serving"
 """
 WEBHOOK = '[engines.webhook]\nurl = "https://gates.example/lull"\nsecret_file = "secret"\nallow = ["10.0.0.0/8"]\n'
+ABORTS = '[engines.policy]\non_drain_deadline = "abort_requests"\n'
+SHORT = "[engines.policy]\ndrain_seconds_max = 5\n"
+PRESSURE = '[engines.policy]\non_pressure = true\npressure_free_bytes_min = "1GiB"\n'
 
 
 def load(tmp_path: Path, *, top: str = "", sections: str = "", engine: str = "", kind: str = "vllm") -> AgentSettings:
@@ -78,6 +81,14 @@ def test_haproxy_needs_the_gateway_unless_it_is_told_otherwise(tmp_path: Path) -
     assert load(tmp_path, top='gate_kind = "haproxy"', sections=HAPROXY).engines[0].needs_gateway
     alone = HAPROXY + "gateway_backup = false\n"
     assert not load(tmp_path, top='gate_kind = "haproxy"', sections=alone).engines[0].needs_gateway
+
+
+@pytest.mark.parametrize("policy", [ABORTS, PRESSURE, SHORT])
+def test_a_policy_that_its_gate_can_obey_is_taken(tmp_path: Path, policy: str) -> None:
+    assert load(tmp_path, top='gate_kind = "haproxy"', sections=HAPROXY, engine=policy).engines[0].needs_gateway
+    load(tmp_path, engine=policy)
+    grace = f'gate_kind = "webhook"\n{WEBHOOK}drain_grace_seconds = 5\n{SHORT}'
+    load(tmp_path, engine=grace)
 
 
 def test_files_are_meant_from_the_folder_of_the_file(tmp_path: Path) -> None:
@@ -166,6 +177,26 @@ def test_each_kind_says_who_counts(tmp_path: Path, engine: str, kind: str, count
             "webhook.allow.0: ",
         ),
         ({"engine": 'gate_kind = "webhook"\n' + WEBHOOK.replace('"10.0.0.0/8"', "")}, None, "webhook.allow: "),
+        (
+            {"engine": f'gate_kind = "kubernetes"\n{KUBERNETES}{ABORTS}'},
+            None,
+            "policy.on_drain_deadline: 'abort_requests': gate_kind 'kubernetes' cannot abort",
+        ),
+        (
+            {"engine": f'gate_kind = "none"\n{ABORTS}'},
+            None,
+            "policy.on_drain_deadline: 'abort_requests': gate_kind 'none' cannot abort",
+        ),
+        (
+            {"engine": f'gate_kind = "webhook"\n{WEBHOOK}drain_grace_seconds = 100\n{SHORT}'},
+            None,
+            "policy.drain_seconds_max: 5 s are over before webhook.drain_grace_seconds, which are 100",
+        ),
+        (
+            {"engine": f'gate_kind = "none"\n{PRESSURE}'},
+            None,
+            "policy.on_pressure: the gate of this engine does not see requests",
+        ),
     ],
 )
 def test_a_wrong_one_names_file_and_key(tmp_path: Path, text: dict[str, str], line: int | None, says: str) -> None:

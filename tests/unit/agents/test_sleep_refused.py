@@ -64,6 +64,16 @@ async def test_its_time_or_an_operator_can(daemon: Daemon) -> None:
     assert await told(daemon, list(daemon.keepers), WithoutJob(wake_on_request=False)) == ""
 
 
+async def test_a_policy_that_its_gate_cannot_obey_is_refused(daemon: Daemon) -> None:
+    [keeper] = daemon.keepers.values()
+    before = keeper.policy
+    said = keeper.set_policy(1, before.model_copy(update={"on_drain_deadline": "abort_requests"}))
+    assert said is not None
+    assert "gate_kind 'none' cannot abort requests" in said
+    assert (keeper.policy_version, keeper.policy) == (0, before)
+    assert keeper.set_policy(1, before.model_copy(update={"drain_seconds_max": 1.0})) is None
+
+
 async def test_nor_is_it_put_to_sleep_under_pressure(daemon: Daemon) -> None:
     [keeper] = daemon.keepers.values()
     wanted = keeper.policy.model_copy(update={"on_pressure": True, "pressure_free_bytes_min": 1})
