@@ -121,25 +121,11 @@ class CheckpointDriver:
         self._leave(kill=False)
 
     def _start(self) -> None:
-        ours, its = socket.socketpair()
-        with ours, its:
-            ours.setblocking(False)
-            try:
-                pid = os.posix_spawn(
-                    sys.executable,
-                    [sys.executable, "-m", f"{__package__}.checkpoint_child", *self._lock_paths],
-                    os.environ,
-                    file_actions=[(os.POSIX_SPAWN_DUP2, its.fileno(), 0), (os.POSIX_SPAWN_DUP2, its.fileno(), 1)],
-                    setsid=True,
-                    setsigmask=[],
-                    setsigdef=signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP},
-                )
-            except OSError as error:
-                raise CheckpointMissing(f"no process for checkpoint calls: {error.strerror}") from error
-            self._child = os.pidfd_open(pid), ours.detach()
+        try:
+            self._child = _spawned(self._lock_paths)
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread
+            raise CheckpointMissing(f"no process for checkpoint calls: {error}") from error
         self._is_new = True
-        # Not by the event loop, whose child transports kill at their end.
-        threading.Thread(target=_reap, args=(pid,), name="reaper of checkpoint calls", daemon=True).start()
 
     def _leave(self, *, kill: bool) -> None:
         if self._child is None:
@@ -163,8 +149,37 @@ class CheckpointDriver:
             raise CheckpointMissing(f"the process for checkpoint calls is gone: {error.strerror}") from error
         if not text:
             raise CheckpointMissing("the process for checkpoint calls ended")
-        told: dict[str, Any] = json.loads(text)
+        try:
+            told: dict[str, Any] = json.loads(text)
+        except ValueError as error:  # a library may write to its output too
+            raise CheckpointMissing(f"the process for checkpoint calls answered {text[:100]!r}") from error
         return told
+
+
+def _spawned(lock_paths: Sequence[str]) -> tuple[int, int]:
+    """A child's pidfd and our end of its pipe. Raises OSError and RuntimeError, with nothing left behind."""
+    with contextlib.ExitStack() as undo:
+        ours, its = socket.socketpair()
+        undo.enter_context(ours)
+        with its:
+            ours.setblocking(False)
+            pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-m", f"{__package__}.checkpoint_child", *lock_paths],
+                os.environ,
+                file_actions=[(os.POSIX_SPAWN_DUP2, its.fileno(), 0), (os.POSIX_SPAWN_DUP2, its.fileno(), 1)],
+                setsid=True,
+                setsigmask=[],
+                setsigdef=signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP},
+            )
+        undo.callback(_reap, pid)
+        undo.callback(os.kill, pid, signal.SIGKILL)
+        pidfd = os.pidfd_open(pid)
+        undo.callback(os.close, pidfd)
+        # Not by the event loop, whose child transports kill at their end.
+        threading.Thread(target=_reap, args=(pid,), name="reaper of checkpoint calls", daemon=True).start()
+        undo.pop_all()
+        return pidfd, ours.detach()
 
 
 async def _read_line(fd: int) -> bytes:

@@ -70,6 +70,8 @@ async def call(
         if not is_connected:
             raise EngineUnreachable(f"{url}: no connection within {seconds_max:.3g} s") from error
         raise EngineTimedOut(f"{method} {url}: not answered whole within {seconds_max} s") from error
+    except OSError as error:  # of this process's own
+        raise (EngineTimedOut if is_connected else EngineUnreachable)(f"{method} {url}: {error}") from error
     except AnswerTooLarge as error:
         raise EngineTimedOut(f"{method} {url}: not read whole: {error}") from error
     except httpx.HTTPError as error:

@@ -140,7 +140,9 @@ class SglangAdapter:
         """No answer came to the one release. Its bytes tell what it did, once it is over."""
         if not await self._scheduler_answers():
             return Observation(EngineState.PARKING, detail="the release is not over: its scheduler does not answer")
-        held = await self._outside.held_bytes()
+        held = await self._looked(kept)
+        if held is None:
+            return self._not_known(kept)
         if not _differs(held, kept["bytes"]):
             now = asyncio.get_running_loop().time()
             self._still_since = self._still_since or now
@@ -155,11 +157,28 @@ class SglangAdapter:
     async def _after_lost_resume(self, kept: Mapping[str, Any]) -> Observation:
         if not await self._scheduler_answers():
             return Observation(EngineState.WAKING, detail="the resume is not over: its scheduler does not answer")
-        if _differs(await self._outside.held_bytes(), kept["bytes"]):
+        held = await self._looked(kept)
+        if held is None:
+            return self._not_known(kept)
+        if _differs(held, kept["bytes"]):
             self._note_resumed(kept["calling"])
         else:
             self._write_after(state=RELEASED)
         return await self._by_ledger()
+
+    async def _looked(self, kept: Mapping[str, Any]) -> dict[str, int] | None:
+        """Its bytes; None where they cannot be told, or where the process that ``kept`` is about has ended."""
+        try:
+            held = await self._outside.held_bytes()
+        except (AgentError, OSError) as error:
+            log.warning("the bytes of an engine are not known", engine=self._model, error=str(error))
+            return None
+        return held if self._ledger.read() == kept else None
+
+    def _not_known(self, kept: Mapping[str, Any]) -> Observation:
+        if self._ledger.read() != kept:
+            return Observation(EngineState.UNREACHABLE, detail="its process ended while it was looked at")
+        return Observation(EngineState.UNREACHABLE, detail="its bytes are not known", is_our_fault=True)
 
     async def _by_ledger(self) -> Observation:
         kept = self._ledger.read()
@@ -254,7 +273,7 @@ class SglangAdapter:
         self._note_resumed(tags)
 
     def _note_resumed(self, tags: list[str]) -> None:
-        left = [tag for tag in self._ledger.read()["tags"] if tag not in tags]
+        left = [tag for tag in self._ledger.read().get("tags", ()) if tag not in tags]
         self._write_after(state=RELEASED if left else RESUMED, tags=left, calling=[])
 
     async def _reload(self, deadline: float) -> None:

@@ -86,7 +86,7 @@ class TrtllmAdapter:
             body = reply.json()
             state = _STATES[MemoryState(body["state"])]
             tags = tuple(str(tag) for tag in body["parked_tags"])
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return Observation(
                 EngineState.UNREACHABLE, clock_skew_seconds=skew, detail=f"odd status: {reply.text[:200]}"
             )

@@ -4,8 +4,10 @@ never taken for parked on the strength of an answer that does not say so."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from lull.agents.protocol.policy import CanaryPolicy, EnginePolicy
 from lull.agents.protocol.wire import EngineState
 from lull.vmm.tags import RestoreMode
 from tests.agent_node import free_port
+from tests.engines.no_descriptors import no_descriptors
 from tests.engines.rigs import KINDS, KV_MIB, WEIGHTS_MIB, Kind, Rig
 from tests.recording_engine import RecordingEngine
 from tests.waiting import wait_until_async
@@ -275,6 +278,73 @@ async def test_a_key_file_that_holds_no_key_is_our_fault_and_nothing_is_sent(
             else:
                 assert (seen.state, seen.is_our_fault) == (EngineState.UNREACHABLE, True), content
                 assert str(rig.key_file) in seen.detail
+
+
+# ---- nothing else leaves an adapter ------------------------------------------------------------------------------
+
+_DEEP = b'{"a":' * 60_000
+_ODD_VALUES = {
+    **{name: [None] for name in ("is_sleeping", "state", "version", "status", "message", "success", "response")},
+    **dict.fromkeys(("paths", "parked_tags", "model_path", "data", "models", "server_args"), 3),
+    "choices": [{"text": None, "logprobs": {"token_logprobs": [{}]}}],
+    "error": {"message": [3]},
+}
+_ODD_METRICS = b"vllm:num_requests_running 1.2.3\nvllm:num_requests_waiting 1e999\n"
+BODIES = {
+    "deep": _DEEP,
+    "odd values": json.dumps(_ODD_VALUES).encode(),
+    "no values": json.dumps(dict.fromkeys(_ODD_VALUES)).encode(),
+    "metrics": _ODD_METRICS,
+    "no text": b"\xff\xfe\x00",
+}
+
+
+@pytest.mark.parametrize("kind", ASKED, ids=_name)
+async def test_whatever_it_answers_a_look_ends_and_a_call_fails_as_an_engine_s(
+    tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anything else that is raised ends the agent."""
+    for number, (name, body) in enumerate(BODIES.items()):
+        for status in (200, 500):
+            root = tmp_path / f"{number}.{status}"
+            root.mkdir()
+            async with server((status, body)) as port:
+                adapter = adapter_at(kind, root, port, monkeypatch)
+                await _asked_all(adapter, name)
+
+
+async def _asked_all(adapter: EngineAdapter, why: str) -> None:
+    policy = EnginePolicy()
+    asked: list[Callable[[], Awaitable[object]]] = [
+        adapter.capabilities,
+        lambda: adapter.park(policy, 0.2),
+        lambda: adapter.resume(policy, 0.2),
+        lambda: adapter.after_resume(policy, 0.2),
+        lambda: adapter.answer(CANARY),
+    ]
+    for ask in asked:
+        await adapter.healthy()
+        assert isinstance(await adapter.observe(), Observation), why
+        with contextlib.suppress(AgentError):
+            await ask()
+    assert isinstance(await adapter.observe(), Observation), why
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH, ids=_name)
+async def test_without_descriptors_a_look_ends_and_says_nothing_of_the_engine(
+    tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server((200, b"{}")) as port:
+        rig = Elsewhere(kind, tmp_path)
+        for name, value in rig.cuda_environment().items():
+            monkeypatch.setenv(name, value)
+        adapter = rig.adapter(rig.settings_at(port))
+        await adapter.observe()  # as an agent that has run for a while
+        with no_descriptors():
+            seen = await adapter.observe()
+            await adapter.healthy()
+        assert (seen.state, seen.is_our_fault) == (EngineState.UNREACHABLE, True)
+        await adapter.aclose()
 
 
 # ---- policies ---------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from lull.agents.processes import identity
 from lull.agents.protocol.policy import CanaryPolicy, EnginePolicy
 from lull.agents.protocol.wire import EngineState
 from tests.agent_node import free_port
+from tests.engines.no_descriptors import no_descriptors
 from tests.engines.rigs import KINDS, Rig
 from tests.waiting import wait_until_async
 
@@ -353,6 +354,13 @@ async def test_a_machine_without_a_driver_says_so(tmp_path: Path, monkeypatch: p
         driver.close()
     finally:
         await rig.end()
+
+
+async def test_a_process_for_calls_that_cannot_be_had_is_told() -> None:
+    driver = CheckpointDriver([])
+    with no_descriptors(), pytest.raises(CheckpointMissing, match="no process for checkpoint calls"):
+        await driver.call("version", 0, 10)
+    driver.close()
 
 
 def test_the_states_are_the_drivers() -> None:

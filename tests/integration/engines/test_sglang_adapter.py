@@ -255,6 +255,33 @@ async def test_a_pause_that_is_not_ours_is_not_taken_for_running(engine: Spawned
     assert (seen.state, seen.is_held, "continue_generation" in seen.detail) == (EngineState.UNREACHABLE, True, True)
 
 
+@pytest.mark.parametrize("state", ["releasing", "resuming"])
+async def test_one_that_ends_while_its_bytes_are_looked_at_is_unreachable(engine: Spawned, state: str) -> None:
+    written = {"tags": ["weights", "kv_cache"], "calling": ["weights"], "bytes": {"0": 1}}
+    Ledger(engine.root / "ledger.json", lambda: engine.incarnation).write(state=state, **written)
+    ended = False
+
+    class Ends:
+        process = None
+
+        @property
+        def incarnation(self) -> str | None:
+            return None if ended else engine.incarnation
+
+        def pids(self) -> set[int]:
+            return set()
+
+        async def held_bytes(self) -> dict[str, int]:
+            nonlocal ended
+            ended = True
+            return {}
+
+    outside = Ends()
+    ledger = Ledger(engine.root / "ledger.json", lambda: outside.incarnation)
+    seen = await SglangAdapter(engine.url, "small", ledger, outside).observe()
+    assert (seen.state, "ended while" in seen.detail) == (EngineState.UNREACHABLE, True)
+
+
 async def test_a_late_free_shows_in_the_bytes_only(engine: Spawned) -> None:
     engine.set_faults("late_free")
     await adapter_of(engine).park(POLICY, CALL_SECONDS)
