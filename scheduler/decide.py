@@ -7,6 +7,7 @@ whether a job waits for a loan, ahead of the end of the last attempt there, so t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -15,10 +16,12 @@ from . import parking
 from .actions import Action, ExpectWork, OpenLoan, Place, RecallLoan, SetReasons, StartAttempt, StopAttempt
 from .explain import QUEUED_BEHIND, backed_off, explain, queued_behind, waiting_for_wake, waiting_in_loan
 from .model import DeviceId, Job, JobId, JobReason, Loan, LoanId, Node, NodeId, Snapshot
-from .placement import Choice, Group, Room, build_groups, choose, queue_order
+from .placement import Choice, Group, QueuePlace, Room, build_groups, choose, queue_order
 from .ways import GroupWay, cheapest_way, whole_of
 
 LATER_JOBS_MAX: Final = 32  # that wait for one loan; more of them are worth parking another engine
+# A job that waits may be passed over by others of its priority for so long since it was submitted, and no longer.
+PASSED_OVER_SECONDS_MAX: Final = 600.0
 REASONS_MAX: Final = 200  # written in one decision; the next one goes on
 
 _BEFORE_THE_END: Final = (LoanState.DRAINING, LoanState.PARKING, LoanState.SETTLING, LoanState.LENT)
@@ -39,9 +42,9 @@ class _Work:
     awaited: set[LoanId] = field(default_factory=set[LoanId])  # by jobs
     actions: list[Action] = field(default_factory=list[Action])
     done: set[JobId] = field(default_factory=set[JobId])  # placed, or waiting for a loan of this decision
-    # What a job waits for that is ahead of lower priorities: they may not go on with it. By loan, and by device.
-    loan_floors: dict[LoanId, int] = field(default_factory=dict[LoanId, int])
-    device_floors: dict[DeviceId, int] = field(default_factory=dict[DeviceId, int])
+    # What a job waits for, and the place in the queue behind which nobody may go on with it. By loan, and by device.
+    loan_floors: dict[LoanId, QueuePlace] = field(default_factory=dict[LoanId, QueuePlace])
+    device_floors: dict[DeviceId, QueuePlace] = field(default_factory=dict[DeviceId, QueuePlace])
     hopeless: dict[tuple[int, int | None], JobReason] = field(default_factory=dict[tuple[int, int | None], JobReason])
 
 
@@ -144,7 +147,7 @@ def _serve(work: _Work, job: Job, rest: list[Job]) -> JobReason | None:
             return _wait_in(work, job, loan_id)
     # What its loan is for: that no other engine is parked for it.
     if own is not None:
-        work.loan_floors.setdefault(own, job.priority)
+        work.loan_floors.setdefault(own, _floor(work, job))
         return _wait_in(work, job, own)
     choice = choose(job, groups)
     if choice is not None:
@@ -181,14 +184,14 @@ def _wake_for(work: _Work, job: Job, groups: list[Group]) -> JobReason | None:
         work.asleep.discard(loan.id)
         del work.loans[loan.id], work.rooms[loan.id]
     for device_id in chosen:
-        work.device_floors.setdefault(device_id, job.priority)
+        work.device_floors.setdefault(device_id, _floor(work, job))
     work.groups = [group for group in work.groups if group not in choice.groups]
     return waiting_for_wake(ended[0].id, work.now)
 
 
 def _keep_for(work: _Work, job: Job) -> None:
-    """Lower priorities would overtake the job without end if they could go on taking what it waits for: the devices
-    that it would get if no loan were open are kept from them, and the loans there end."""
+    """Others would overtake the job without end if they could go on taking what it waits for: the devices that it would
+    get if no loan were open are kept from those behind its floor, and the loans there end."""
     lent = {device: room for loan in work.snapshot.loans for device, room in loan.room_bytes.items()}
     # Under a plan that leaves tags where they are there would be more, with the whole policies parked.
     narrow = {device for loan in work.snapshot.loans if loan.is_narrow for device in loan.room_bytes}
@@ -209,19 +212,30 @@ def _keep_for(work: _Work, job: Job) -> None:
     if choice is None:
         return
     chosen = {device.id for group in choice.groups for device in group.devices}
+    floor = _floor(work, job)
     for device_id in chosen:
-        work.device_floors.setdefault(device_id, job.priority)
+        work.device_floors.setdefault(device_id, floor)
     for loan in work.loans.values():
         if chosen.intersection(loan.device_ids):
-            work.loan_floors.setdefault(loan.id, job.priority)
+            work.loan_floors.setdefault(loan.id, floor)
+
+
+def _is_overdue(work: _Work, job: Job) -> bool:
+    return work.now - job.created_at >= PASSED_OVER_SECONDS_MAX
+
+
+def _floor(work: _Work, job: Job) -> QueuePlace:
+    """Behind all of its priority; once the job has waited for too long, its own place."""
+    return queue_order(job) if _is_overdue(work, job) else (-job.priority, math.inf, "")
 
 
 def _kept_from(work: _Work, job: Job, loan_id: LoanId) -> bool:
-    return work.loan_floors.get(loan_id, job.priority) > job.priority
+    return loan_id in work.loan_floors and queue_order(job) > work.loan_floors[loan_id]
 
 
 def _is_kept_from(work: _Work, job: Job, group: Group) -> bool:
-    return any(work.device_floors.get(device.id, job.priority) > job.priority for device in group.devices)
+    floors = work.device_floors
+    return any(device.id in floors and queue_order(job) > floors[device.id] for device in group.devices)
 
 
 def _wait_in(work: _Work, job: Job, loan_id: LoanId) -> JobReason:
@@ -272,14 +286,16 @@ def _open(work: _Work, job: Job, choice: Choice, rest: list[Job]) -> None:
     later: list[JobId] = []
     need: dict[DeviceId, int] = {}  # of the later ones
     bare = [group for group in work.groups if not group.engines]
-    empty = Room(None, dict(planned), whole)
+    empty, passed_over = Room(None, dict(planned), whole), False
     for other in rest:
         if other.not_before > work.now or other.id in work.done or other.assigned_loan_id in work.rooms:
             continue
         alone = empty.fit(other)
         if alone is None or choose(other, bare) is not None:
             continue
-        fit = room.fit(other)
+        fit = None if passed_over else room.fit(other)
+        # Who is filled in behind one that has waited for too long would make it wait for longer.
+        passed_over = passed_over or (fit is None and _is_overdue(work, other))
         if fit is not None:
             room.take(*fit)
             places.append(Place(other.id, other.attempt_no, *fit))

@@ -31,6 +31,7 @@ class Blocker:
 
 
 Cost: TypeAlias = tuple[int, bool, int, float, int, str, int, str]
+QueuePlace: TypeAlias = tuple[int, float, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def largest_possible(nodes: Iterable[Sequence[int]], gpus: int) -> int:
     return max((sorted(sizes, reverse=True)[gpus - 1] for sizes in nodes if len(sizes) >= gpus), default=0)
 
 
-def queue_order(job: Job) -> tuple[int, float, str]:
+def queue_order(job: Job) -> QueuePlace:
     """Higher priority first, then who came first."""
     return (-job.priority, job.created_at, job.id)
 

@@ -11,7 +11,7 @@ from lull.agents.protocol.loans import LoanState
 from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import AttemptState, EngineState, GateState, Reason
 from lull.scheduler.actions import ExpectWork, OpenLoan, SetReasons, StartAttempt, StopAttempt
-from lull.scheduler.decide import LATER_JOBS_MAX, decide
+from lull.scheduler.decide import LATER_JOBS_MAX, PASSED_OVER_SECONDS_MAX, decide
 from lull.scheduler.model import (
     Attempt,
     AttemptId,
@@ -202,6 +202,33 @@ def test_lower_priorities_do_not_go_on_with_what_a_job_waits_for() -> None:
     assert not any(isinstance(action, StartAttempt) for action in decide(snapshot(*rows, member, small), 0.0))
     equal = decide(snapshot(*rows, replace(large, priority=0), small), 0.0)
     assert isinstance(equal[0], StartAttempt)
+
+
+def test_of_one_priority_nobody_is_filled_in_before_a_job_that_has_waited_for_too_long() -> None:
+    rows = [device("d0", 0), PARKED, lent(), live(hbm=30)]
+    large, small = job("j", 90), job("k", 10, created_at=9.0)
+    soon, late = PASSED_OVER_SECONDS_MAX, PASSED_OVER_SECONDS_MAX + 1.0  # they were submitted at 1.0 and 9.0
+    assert any(isinstance(action, StartAttempt) for action in decide(snapshot(*rows, large, small), soon))
+    actions = decide(snapshot(*rows, large, small), late)
+    assert [type(action) for action in actions] == [ExpectWork, SetReasons, SetReasons]
+    assert actions[0] == MORE, "the loan is kept for it"
+    assert reason(actions, "k").code == "LoanOpen"
+    start: Any = decide(snapshot(*rows[:3], large, small), late)[0]
+    assert start.place.job_id == "j"
+    first = decide(snapshot(*rows, large, replace(small, created_at=0.5)), late)
+    assert isinstance(first[0], StartAttempt), "who was there before it is not kept from anything"
+    above = decide(snapshot(*rows, large, replace(small, priority=1)), late)
+    assert isinstance(above[0], StartAttempt)
+    member = replace(large, assigned_loan_id=LoanId("l"))
+    assert not any(isinstance(action, StartAttempt) for action in decide(snapshot(*rows, member, small), late))
+
+
+def test_nobody_is_filled_into_a_new_loan_before_a_job_that_has_waited_for_too_long() -> None:
+    first, large, small = job("i", 50, created_at=0.0), job("j", 60), job("k", 40, created_at=9.0)
+    for rows in ([device("d0")], [device("d0", 40), engine("a", "d0")]):
+        for now, places in ((0.0, ["i", "k"]), (PASSED_OVER_SECONDS_MAX + 1.0, ["i"])):
+            opened: Any = decide(snapshot(*rows, first, large, small), now)[0]
+            assert [place.job_id for place in opened.places] == places
 
 
 def test_a_job_on_two_devices_gets_the_second_before_a_lower_priority_does() -> None:
