@@ -18,7 +18,7 @@ from .protocol.config_file import FilePath
 from .protocol.engine_kinds import MODES_ARE_FLAGS, EngineKind, known_capabilities, usual_restore_modes
 from .protocol.policy import EnginePolicy
 from .protocol.sizes import Bytes
-from .protocol.written import Written, check_port
+from .protocol.written import Written, check_port, check_url
 
 RESTORE_MODE_FLAGS: Final = "{restore_mode_flags}"  # in a command: becomes --restore-mode TAG=MODE for every tag
 MEMORY_SERVICE_FLAGS: Final = "{memory_service_flags}"  # becomes --memory-service SOCKET of the engine's first device
@@ -109,8 +109,6 @@ class EngineSettings(EngineGate):
             raise ValueError(f"policy.restore_modes: {unable}")
         if fault := self.gate_refusal(self.policy):
             raise ValueError(f"policy.{fault}")
-        if fault := self.gate_refusal(self.policy):
-            raise ValueError(f"policy.{fault}")
         if self.kind == "vllm" and self.vllm.reload is None and loses_weights(self.policy):
             raise ValueError(
                 "policy.restore_modes: mode NONE loses the weights: say how they are loaded again, by"
@@ -128,7 +126,7 @@ class EngineSettings(EngineGate):
 
 
 class AgentSettings(AgentGates):
-    server_url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    server_url: Annotated[str, Field(pattern=r"^https?://\S+$"), AfterValidator(check_url)]
     token_file: FilePath
     data_dir: FilePath
     node_name: Name = Field(default_factory=lambda: re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:63])

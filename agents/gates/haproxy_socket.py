@@ -98,6 +98,10 @@ def server_counts(text: str) -> list[ServerCount]:
         raise ValueError(f"no statistics: {text[:_WORDS_MAX]!r}")
     found: list[ServerCount] = []
     for row in csv.DictReader(text[2:].strip().splitlines()):
+        if None in row.values():
+            raise ValueError(
+                f"a row of the statistics ends early: {','.join(filter(None, row.values()))[:_WORDS_MAX]!r}"
+            )
         try:
             last = int(row["lastsess"] or -1)
             port = (row.get("addr") or "").rpartition(":")[2]
@@ -160,8 +164,9 @@ class RuntimeSocket:
                     raise GateUnreachable(f"HAProxy at {self.address}: more than {_ANSWER_BYTES_MAX} bytes")
         finally:
             writer.close()
-        if not answer:  # even an empty answer is a line: its process ended in between
-            raise EOFError("the connection was closed without an answer")
+        # Every answer ends with an empty line, and an empty one is that line alone: else its process ended in between.
+        if not (b"\n" + answer).endswith(b"\n\n"):
+            raise EOFError("the answer was cut off" if answer else "the connection was closed without an answer")
         return answer.decode(errors="replace")
 
     async def do(self, command: str) -> None:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ..protocol.config_file import FilePath
 from ..protocol.policy import EnginePolicy
-from ..protocol.written import Written, check_port
+from ..protocol.written import Written, check_port, check_url
 
 GateKind = Literal["gateway", "haproxy", "kubernetes", "webhook", "none"]
 
@@ -91,7 +91,7 @@ class HaproxySection(GateSection):
 
 class KubernetesSection(CountingSection):
     # None: in a cluster, by the variables and files of the pod's service account.
-    api_url: Annotated[str, Field(pattern=_URL, max_length=500)] | None = None
+    api_url: Annotated[str, Field(pattern=_URL, max_length=500), AfterValidator(check_url)] | None = None
     token_file: FilePath | None = None
     ca_file: FilePath | None = None
     client_certificate_file: FilePath | None = None
@@ -127,7 +127,7 @@ class KubernetesSection(CountingSection):
 
 
 class WebhookSection(CountingSection):
-    url: Annotated[str, Field(pattern=_URL, max_length=500)]  # https, or http to loopback
+    url: Annotated[str, Field(pattern=_URL, max_length=500), AfterValidator(check_url)]  # https, or http to loopback
     secret_file: FilePath
     ca_file: FilePath | None = None
     # Networks that the host may resolve to. Nothing else is ever connected to.

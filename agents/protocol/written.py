@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, cast, get_args
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -30,6 +31,23 @@ def _kinds(annotation: Any) -> set[Any]:
     """The types that an annotation is made of: of ``Annotated[int, …] | None`` int and NoneType."""
     parts = get_args(annotation)
     return {annotation} if not parts else set[Any]().union(*(_kinds(part) for part in parts))
+
+
+def check_url(value: str) -> str:
+    """Has a host, and no port that does not exist."""
+    try:
+        parts = urlsplit(value)
+    except ValueError as error:
+        raise ValueError(f"{value!r} is no URL: {error}") from None
+    try:
+        is_port = parts.port != 0
+    except ValueError:
+        is_port = False
+    if not is_port:
+        raise ValueError(f"{value!r} has a port that does not exist; one of 1 to 65535")
+    if not parts.hostname:
+        raise ValueError(f"{value!r} names no host")
+    return value
 
 
 def check_port(value: str) -> str:

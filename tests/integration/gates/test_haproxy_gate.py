@@ -14,7 +14,7 @@ import pytest
 from lull.agents.gates.base import ClosedTerms, GateRefused, GateUnreachable
 from lull.agents.gates.gateway import GatewayGate
 from lull.agents.gates.haproxy import HaproxyGate
-from lull.agents.gates.haproxy_socket import server_counts, server_states
+from lull.agents.gates.haproxy_socket import RuntimeSocket, server_counts, server_states
 from lull.agents.gates.sections import HaproxySection
 from lull.agents.protocol.wire import GateState
 from tests.agent_node import free_port
@@ -206,3 +206,30 @@ def test_what_is_no_table_is_an_error(said: str) -> None:
     for read in (server_states, server_counts):
         with pytest.raises(ValueError):
             read(said)
+
+
+COLUMNS = "# pxname,svname,qcur,scur,stot,lastsess,bck,addr,"
+
+
+@pytest.mark.parametrize("row", ["llm,alpha", "llm,alpha,0,0", "llm,alpha,0,0,7,"])
+def test_a_row_that_ends_early_is_an_error(row: str) -> None:
+    assert server_counts(f"{COLUMNS}\nllm,alpha,0,0,7,,0,127.0.0.1:9,\n")[0].total == 7
+    with pytest.raises(ValueError, match="ends early"):
+        server_counts(f"{COLUMNS}\n{row}\n")
+
+
+@pytest.mark.parametrize(
+    "answer", [f"{COLUMNS}\n", f"{COLUMNS}\nllm,alpha,0,0,7,,0,127.0.0.1:9,\n", f"{COLUMNS}\nllm,al"]
+)
+async def test_an_answer_without_its_last_line_is_none(sockets: Path, answer: str) -> None:
+    """HAProxy ends every answer with an empty line: one without it was cut off, and may lack whole servers."""
+
+    async def cut_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(answer.encode())
+        writer.close()
+
+    path = sockets / "cut.sock"
+    async with await asyncio.start_unix_server(cut_off, path):
+        with pytest.raises(GateUnreachable, match="cut off"):
+            await RuntimeSocket(str(path), 5.0).counts("llm")

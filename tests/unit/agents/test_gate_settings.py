@@ -91,6 +91,15 @@ def test_a_policy_that_its_gate_can_obey_is_taken(tmp_path: Path, policy: str) -
     load(tmp_path, engine=grace)
 
 
+def test_a_server_at_a_port_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "agent.toml"
+    path.write_text('server_url = "http://127.0.0.1:70700"\ntoken_file = "t"\ndata_dir = "d"\n')
+    with pytest.raises(
+        ConfigFileError, match=r"server_url: 'http://127\.0\.0\.1:70700' has a port that does not exist"
+    ):
+        load_toml(path, AgentSettings)
+
+
 def test_files_are_meant_from_the_folder_of_the_file(tmp_path: Path) -> None:
     (engine,) = load(tmp_path, engine=f'gate_kind = "webhook"\n{WEBHOOK}').engines
     assert engine.webhook is not None
@@ -177,6 +186,25 @@ def test_each_kind_says_who_counts(tmp_path: Path, engine: str, kind: str, count
             "webhook.allow.0: ",
         ),
         ({"engine": 'gate_kind = "webhook"\n' + WEBHOOK.replace('"10.0.0.0/8"', "")}, None, "webhook.allow: "),
+        *(
+            (
+                {"engine": 'gate_kind = "webhook"\n' + WEBHOOK.replace("gates.example", host)},
+                None,
+                f"webhook.url: {says}",
+            )
+            for host, says in (
+                ("gates.example:99999", "'https://gates.example:99999/lull' has a port that does not exist"),
+                ("gates.example:0", "'https://gates.example:0/lull' has a port that does not exist"),
+                ("gates.example:http", "'https://gates.example:http/lull' has a port that does not exist"),
+                (":443", "'https://:443/lull' names no host"),
+                ("[fd00::1", "'https://[fd00::1/lull' is no URL"),
+            )
+        ),
+        (
+            {"engine": 'gate_kind = "kubernetes"\n' + KUBERNETES.replace(":6443", ":66443")},
+            None,
+            "kubernetes.api_url: 'https://10.0.0.1:66443' has a port that does not exist",
+        ),
         (
             {"engine": f'gate_kind = "kubernetes"\n{KUBERNETES}{ABORTS}'},
             None,
