@@ -174,7 +174,7 @@ class VllmAdapter:
         self._ledger.intend(park=SENT, wake=None, wakes_failed=0, level=level, tags=tags, reload=level == 2)
         left = max(1.0, deadline - time.monotonic())
         if level == 0:
-            await self._park_kv_cache(left)
+            await self._park_kv_cache(self.sleep_query(facts, 0, "abort" if may_abort else "keep"), left)
         else:
             await self._park_call(SLEEP, self.sleep_query(facts, level, mode), left)
         self._ledger.write(park=DONE)
@@ -200,8 +200,8 @@ class VllmAdapter:
             self._ledger.clear()
         accepted(reply)
 
-    async def _park_kv_cache(self, seconds_max: float) -> None:
-        await self._park_call(SLEEP, {"level": "0", "mode": "keep"}, seconds_max)
+    async def _park_kv_cache(self, query: dict[str, str], seconds_max: float) -> None:
+        await self._park_call(SLEEP, query, seconds_max)
         try:
             reply = await self._post(RELEASE_KV, seconds_max)
         except EngineTimedOut:
@@ -285,7 +285,7 @@ class VllmAdapter:
         facts, deadline = await self._known(), time.monotonic() + seconds_max
         if told.get("reload"):
             await self._reload(deadline)
-        if told.get("level") != 0 and RESET_PREFIX_CACHE in facts.routes:
+        if RESET_PREFIX_CACHE in facts.routes:
             reply = accepted(await self._post(RESET_PREFIX_CACHE, _left(deadline)))
             if reply.content and json_object(reply).get("success") is False:
                 raise EngineRefused(reply.status_code, "its prefix cache still names blocks that are lost")

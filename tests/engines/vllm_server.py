@@ -247,7 +247,7 @@ class VllmServer(StandIn):
             if not self.frees or self.asleep or not (self.paused_by_sleep or self.paused_by_user):
                 return self.replies["kv_not_released"]
             self.asleep = {"kv_cache"}
-            self.cached_prompts.clear()
+            self.stale_prompts |= self.cached_prompts  # nothing says that it forgets them: the worst is stood in for
             if not self.has_fault("frees_nothing"):
                 self.memory.pool.release(["kv_cache"])
         return self.replies["kv_released"]

@@ -106,7 +106,30 @@ async def test_the_kv_cache_alone(tmp_path: Path) -> None:
         await adapter_of(engine).after_resume(KV_ONLY, CALL_SECONDS)
         assert (engine.held_mib(), await answer(engine)) == (6, golden)
         sent = ["/sleep?level=0&mode=keep", "/release_kv_cache_memory", "/wake_up?tags=kv_cache&tags=scheduling"]
-        assert posts(engine) == sent
+        assert posts(engine) == [*sent, "/reset_prefix_cache"]
+
+
+async def test_the_kv_cache_alone_where_requests_may_be_aborted(tmp_path: Path) -> None:
+    """Frozen ones would go on before the prefix cache is emptied."""
+    forced = KV_ONLY.model_copy(update={"on_drain_deadline": "abort_requests"})
+    with vllm(tmp_path, "0.33.0") as engine, running_request(engine) as said:
+        await adapter_of(engine).park(forced, CALL_SECONDS)
+        await wait_until_async(lambda: said, 5, "the answer")
+        assert said[0]["finish_reason"] == "abort"
+        assert (posts(engine)[0], engine.held_mib()) == ("/sleep?level=0&mode=abort", 4)
+        await adapter_of(engine).resume(forced, CALL_SECONDS)
+        await adapter_of(engine).after_resume(forced, CALL_SECONDS)
+        assert engine.held_mib() == 6
+
+
+@pytest.mark.long
+async def test_the_kv_cache_alone_where_sleep_stops_nothing_is_refused(tmp_path: Path) -> None:
+    """`mode` is not sent where it is not taken (vllm-project/vllm#53082), and the release then asks for a pause."""
+    with vllm(tmp_path, "0.33.0", "--no-mode") as engine:
+        with pytest.raises(EngineRefused, match="only while the scheduler is paused"):
+            await adapter_of(engine).park(KV_ONLY, CALL_SECONDS)
+        assert posts(engine) == ["/sleep?level=0", "/release_kv_cache_memory", "/wake_up"]
+        assert await state(engine) is EngineState.RUNNING
 
 
 @pytest.mark.long
