@@ -178,7 +178,7 @@ class AttemptDir:
             content = file.read(_RECORD_BYTES_MAX)
         try:
             record = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRecord(f"{self.path / name}: {error}") from None
         if not isinstance(record, dict):
             raise BadRecord(f"{self.path / name}: not a JSON object")

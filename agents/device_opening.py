@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import structlog
+from pydantic import BaseModel, ConfigDict, Strict, TypeAdapter
 
 from ..vmm.host_device import HostDevice
 from .bounded_probe import bounded
 from .device_settings import DeviceSettings
 from .errors import ConfigError
 from .node import Device
-from .node_files import read_json, replace_json
+from .node_files import Bytes, Text, fitting, replace_json
 from .probe_nvml import NvidiaDevice, Survey, host_bytes, survey
 from .settings import AgentSettings
 
@@ -28,6 +29,23 @@ log = structlog.get_logger(__name__)
 RESERVE_SHARE: Final = 0.10  # of a unified machine's memory, unless the file says more or less
 RESERVE_SHARE_MIN: Final = 0.08
 _SURVEY_SECONDS_MAX: Final = 30.0
+
+
+class _Gpu(BaseModel):
+    """A NvidiaDevice, as it was written."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    uuid: Text
+    name: Text
+    capacity_bytes: Bytes
+    unified: Annotated[bool, Strict()]
+
+
+_SHAPES: Final[dict[str, TypeAdapter[Any]]] = {
+    "devices": TypeAdapter(dict[Text, _Gpu]),
+    "indexes": TypeAdapter(dict[Text, Text]),
+}
 
 
 def open_devices(settings: AgentSettings) -> list[Device]:
@@ -152,7 +170,7 @@ class _Record:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        value: dict[str, Any] = read_json(path)
+        value = fitting(path, _SHAPES)
         self._devices: dict[str, Any] = dict(value.get("devices", {}))
         self._indexes: dict[str, str] = dict(value.get("indexes", {}))
         self._known = (dict(self._devices), dict(self._indexes))

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import structlog
 
+from .engine_facts import read_facts
 from .engine_process import EngineProcess, listening_pid
 from .engines.base import EngineAdapter
 from .engines.ledger import Ledger
@@ -23,7 +24,7 @@ from .errors import AgentError, DeviceAbsent
 from .gates.kept import KeptGate
 from .memory_service import service_socket
 from .node import Node, cuda_visible
-from .node_files import read_json, replace_json
+from .node_files import replace_json
 from .park_history import ParkHistory
 from .probe import DeviceFacts, why_absent
 from .processes import descendants, identity, is_same
@@ -66,7 +67,7 @@ class EngineBody:
             None if settings.command is None else EngineProcess(directory, engine_id, settings, socket, visible)
         )
         self._facts_path = directory / "facts.json"
-        self.data = read_json(self._facts_path)
+        self.data = read_facts(self._facts_path)
         self.parks = ParkHistory(
             lambda: self.data,
             lambda parks: self.remember(parks=parks),

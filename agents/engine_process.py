@@ -13,9 +13,12 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from .node_files import read_json, replace_json
+from pydantic import TypeAdapter
+
+from ..vmm.tags import RestoreMode
+from .node_files import ProcessRecord, Text, fitting, replace_json
 from .processes import (
     descendants,
     find_by_environ,
@@ -34,6 +37,10 @@ ENGINE_MARK: Final = "LULL_ENGINE"
 _KILL_SECONDS_MAX: Final = 30.0
 _LOG_BYTES_MAX: Final = 64 << 20
 _LISTEN: Final = "0A"  # as /proc/net/tcp has it
+_SHAPES: Final[dict[str, TypeAdapter[Any]]] = {
+    "process": TypeAdapter(ProcessRecord),
+    "restore_modes": TypeAdapter(dict[Text, RestoreMode]),
+}
 
 
 class EngineWillNotDie(RuntimeError):
@@ -82,9 +89,9 @@ class EngineProcess:
 
     def adopt(self) -> bool:
         """Finds a process that an earlier agent started; True if there is one."""
-        value = read_json(self._directory / "process.json")
+        value = fitting(self._directory / "process.json", _SHAPES)
         known = None
-        if value:
+        if value.keys() >= _SHAPES.keys():
             self.restore_modes = dict(value["restore_modes"])
             self._leader = known = ProcessIdentity.model_validate(value["process"])
         if known is not None and is_same(known):

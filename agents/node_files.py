@@ -9,11 +9,38 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Final, cast
+
+import structlog
+from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
 
 from .disk_reserve import FULL, release_above
+from .protocol.wire import ProcessIdentity
+
+log = structlog.get_logger(__name__)
+
+_DEPTH_MAX: Final = 32  # what is nested deeper was not written here, and could not be written again
+_ID_CHARS_MAX: Final = 100
+
+
+def _encodable(text: str) -> str:
+    text.encode()  # half of a surrogate pair cannot be sent or kept
+    return text
+
+
+def _identity(value: dict[str, Any]) -> dict[str, Any]:
+    ProcessIdentity.model_validate(value)
+    return value
+
+
+# Of what kind the values are that are read again: see `fitting`.
+Text = Annotated[str, AfterValidator(_encodable)]
+Bytes = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
+Count = Annotated[int, Strict(), Field(ge=0, le=2**31)]
+Seconds = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+ProcessRecord = Annotated[dict[str, Any], AfterValidator(_identity)]
 
 
 def replace_json(path: Path, value: dict[str, Any], *, flush: bool = True) -> None:
@@ -58,9 +85,46 @@ def read_json(path: Path) -> dict[str, Any]:
     """Empty if there is no such file or if it holds no object: both mean that nothing is known."""
     try:
         value: Any = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    return cast("dict[str, Any]", value) if isinstance(value, dict) and not _is_deep(value) else {}
+
+
+def _is_deep(value: Any) -> bool:
+    level: list[Any] = [value]
+    for _ in range(_DEPTH_MAX):
+        level = [one for each in level for one in _inner(each)]
+        if not level:
+            return False
+    return True
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return cast("dict[str, Any]", value).values()
+    return cast("Iterable[Any]", value) if isinstance(value, list) else ()
+
+
+def fitting(path: Path, shapes: Mapping[str, TypeAdapter[Any]], *, whole: bool = False) -> dict[str, Any]:
+    """What `read_json` finds, less the values that are not of the kind that is written under their key: they are as
+    unknown as if the file were not there. What has no shape is of another version, and nobody here reads it.
+
+    ``whole``: the values belong together, so all of them are as good as the worst one.
+    """
+    kept: dict[str, Any] = {}
+    for key, value in read_json(path).items():
+        try:
+            if key in shapes:
+                shapes[key].validate_python(value)
+        except ValidationError as error:
+            why = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in (key, *why["loc"]))[:200]
+            log.error("a fact cannot be read and is forgotten", file=str(path), fact=where, error=why["msg"][:200])
+            if whole:
+                return {}
+        else:
+            kept[key] = value
+    return kept
 
 
 class NodeFile:
@@ -73,8 +137,12 @@ class NodeFile:
 
     def id_of(self, what: str) -> str:
         """``what``: ``node``, ``machine`` or ``engine:NAME``. Raises OSError: an id that is not kept is none."""
-        if what not in self._value:
+        if not _is_id(self._value.get(what)):
             value = {**self._value, what: self._new_id()}
             replace_json(self._path, value)
             self._value = value
         return str(self._value[what])
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _ID_CHARS_MAX and value.isascii() and value.isprintable()

@@ -58,6 +58,14 @@ def process_key(pid: int) -> ProcessKey | None:
     return ProcessKey(pid, int(fields[19]))
 
 
+def _require_description(uuid: object, kind: object, capacity_bytes: object) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; a host device is one of {', '.join(KINDS)}")
+    require_whole(capacity_bytes, "capacity_bytes", 1, CAPACITY_BYTES_MAX)
+    if not isinstance(uuid, str) or not _UUID_PATTERN.fullmatch(uuid):
+        raise ValueError(f"uuid is {uuid!r}; use at most 64 letters, digits and hyphens")
+
+
 class HostDevice:
     """An opened device directory. Holds no memory and no lock of its own; cheap to make."""
 
@@ -73,15 +81,12 @@ class HostDevice:
     @classmethod
     def create(cls, path: Path, *, capacity_bytes: int, kind: str = "discrete", uuid: str | None = None) -> HostDevice:
         """Makes the directory, or opens it if it is there already and says the same; else ValueError."""
-        if kind not in KINDS:
-            raise ValueError(f"kind is {kind!r}; a host device is one of {', '.join(KINDS)}")
-        require_whole(capacity_bytes, "capacity_bytes", 1, CAPACITY_BYTES_MAX)
         path = _require_path(path)
-        if uuid is not None and not _UUID_PATTERN.fullmatch(uuid):
-            raise ValueError(f"uuid is {uuid!r}; use at most 64 letters, digits and hyphens")
+        uuid_wanted = f"HOST-{uuid4()}" if uuid is None else uuid
+        _require_description(uuid_wanted, kind, capacity_bytes)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         description = {
-            "uuid": uuid or f"HOST-{uuid4()}",
+            "uuid": uuid_wanted,
             "kind": kind,
             "capacity_bytes": capacity_bytes,
             "created_at": time.time(),
@@ -107,15 +112,12 @@ class HostDevice:
         path = _require_path(path)
         try:
             description = json.loads((path / "device.json").read_text(encoding="utf-8"))
-            return cls(
-                path,
-                uuid=str(description["uuid"]),
-                kind=str(description["kind"]),
-                capacity_bytes=int(description["capacity_bytes"]),
-            )
+            uuid, kind, capacity_bytes = (description[key] for key in ("uuid", "kind", "capacity_bytes"))
+            _require_description(uuid, kind, capacity_bytes)
+            return cls(path, uuid=uuid, kind=kind, capacity_bytes=capacity_bytes)
         except FileNotFoundError:
             raise FileNotFoundError(f"{path} is not a host device: it has no device.json") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path / 'device.json'} does not describe a host device: {error}") from error
 
     @classmethod
@@ -205,7 +207,7 @@ class HostDevice:
         for again in range(_READS_MAX):
             try:
                 return self._ledger.read()
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 if again + 1 < _READS_MAX:  # without the lock we may have read into what was just being written
                     continue
                 raise LedgerUnreadable(

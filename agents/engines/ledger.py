@@ -1,7 +1,8 @@
 """What an engine was told, for engines that forget it or tell it wrong: a small file in the engine's directory.
 
 Flushed before the call that it tells of. What stands in it is about one process of the engine: with another one it is
-empty, whatever the file says.
+empty, whatever the file says. So it is where a value is of another kind than any adapter writes: its values belong
+together.
 """
 
 from __future__ import annotations
@@ -10,10 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import TypeAdapter
+
 from ..errors import EngineRefused
-from ..node_files import read_json, replace_json
+from ..node_files import Bytes, Count, ProcessRecord, fitting, replace_json
 
 _OWNER: Final = "incarnation"
+_SHAPES: Final[dict[str, TypeAdapter[Any]]] = {
+    **{name: TypeAdapter[Any](str | None) for name in (_OWNER, "state", "why", "ending", "park", "wake")},
+    **{name: TypeAdapter[Any](list[str]) for name in ("tags", "calling")},
+    "bytes": TypeAdapter(dict[str, Bytes]),
+    "reload": TypeAdapter(bool | str | None),
+    "level": TypeAdapter(Count),
+    "wakes_failed": TypeAdapter(Count),
+    "processes": TypeAdapter(list[ProcessRecord]),
+}
 
 
 class Ledger:
@@ -22,7 +34,7 @@ class Ledger:
     def __init__(self, path: Path, incarnation: Callable[[], str | None] = lambda: None) -> None:
         self.path = path
         self.incarnation = incarnation
-        self._data: dict[str, Any] = read_json(path)
+        self._data = fitting(path, _SHAPES, whole=True)
 
     def read(self) -> dict[str, Any]:
         """What was written about the process that runs now."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -81,5 +81,5 @@ class ProcessIdentity(Message):
     """One process, told apart from a later one with the same pid."""
 
     boot_id: str
-    pid: int
-    start_ticks: int  # /proc/PID/stat field 22
+    pid: Annotated[int, Field(ge=0, lt=2**31)]
+    start_ticks: Annotated[int, Field(ge=0)]  # /proc/PID/stat field 22

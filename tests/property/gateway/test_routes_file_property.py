@@ -43,7 +43,7 @@ def with_upstream(text: str) -> bytes:
     return json.dumps({"routes": [{**GOOD["routes"][0], "spec": spec}]}).encode()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(raw=odd_bytes(GOOD) | st.builds(with_upstream, st.text(max_size=9).map(lambda text: f"http://{text}:80")))
 @example(raw=json.dumps(GOOD).encode())
 @example(raw=json.dumps({"routes": GOOD["routes"][:1] * 2}).encode())
@@ -71,7 +71,7 @@ def test_a_gateway_starts_from_any_file(raw: bytes) -> None:
         assert [route.engine_id for route in again] == [route.engine_id for route in routes]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(document=changed_somewhere(GOOD))
 def test_terms_are_within_the_bounds_of_a_close(document: Any) -> None:
     with tempfile.TemporaryDirectory(prefix="lull-") as name:
