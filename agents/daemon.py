@@ -105,6 +105,7 @@ class Daemon:
         self.gateway = GatewayKeeper(self.node, self.gateway_gate, paths, behind_gateway, is_needed=is_needed)
         self.gates = GateWatch(self.gateway_gate, self.keepers)
         self.watch = Watch(self.node, self.gates, self.keepers, self.loans, self.loan_on)
+        self.pressure = PressureWatch(self.node, self.keepers, self.loan_on)
         self.node.on_change = self.watch.look_soon
         self.node.absences.on_lost = self._on_device_lost
         self.upstream = Upstream(
@@ -204,7 +205,7 @@ class Daemon:
         self._spawn("look", self.watch.look_around())
         self._spawn("look at gates", self.watch.look_at_gates())
         self._spawn("gates", self.gates.guard(self.settings.gate_poll_seconds))
-        self._spawn("pressure", PressureWatch(self.node, self.keepers, self.loan_on).run())
+        self._spawn("pressure", self.pressure.run())
         self._spawn("occupancy", self.watch.report_occupancy())
         self._spawn("forget", self._forget_old())
         self._spawn("upstream", self.upstream.run())
@@ -257,6 +258,7 @@ class Daemon:
 
     def add_loan(self, loan: Loan) -> None:
         self.loans[loan.loan_id] = loan
+        self.pressure.loan_opens(loan)
         self._spawn(_loan_task(loan), self._run_loan(loan))
 
     async def _run_loan(self, loan: Loan) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -65,6 +65,10 @@ class Patience:
         ready_since = None if not seen.ready else seen.at if self.ready_since is None else self.ready_since
         return Patience(low, ready_since, asleep_since, short)
 
+    def taken(self, at: float, *, asleep: bool) -> Patience:
+        """A loan has taken the engine; ``asleep``: under pressure. It may be over before the next look."""
+        return replace(self, ready_since=None, asleep_since=at if asleep else self.asleep_since)
+
     def is_pressed(self, seen: Seen, idle_seconds_min: float) -> bool:
         if not seen.ready or self.ready_since is None or self.low_samples < SAMPLES:
             return False
@@ -94,6 +98,16 @@ class PressureWatch:
             if watched:
                 await self._look(watched)
             await asyncio.sleep(self._node.settings.engine_poll_seconds)
+
+    def loan_opens(self, loan: Loan) -> None:
+        """What was told of its engines is answered, or void: each has to be idle anew after it."""
+        asleep = loan.without_job is not None and loan.without_job.wanted_by == "pressure"
+        for keeper in loan.engines:
+            self._patience[keeper.engine_id] = self._patience_with(keeper).taken(boottime(), asleep=asleep)
+            self._say(keeper, None)
+
+    def _patience_with(self, keeper: EngineKeeper) -> Patience:
+        return self._patience.get(keeper.engine_id) or Patience(short_sleeps=int(keeper.data.get(_SHORT_SLEEPS, 0)))
 
     async def _look(self, watched: list[EngineKeeper]) -> None:
         try:
@@ -132,11 +146,9 @@ class PressureWatch:
             asleep=sleeps is not None and sleeps.wanted_by == "pressure",
             last_request_seconds_ago=last_request_seconds_ago,
         )
-        known = int(keeper.data.get(_SHORT_SLEEPS, 0))
-        before = self._patience.get(keeper.engine_id) or Patience(short_sleeps=known)
-        patience = before.after(seen, bound_bytes, policy.idle_seconds_min)
+        patience = self._patience_with(keeper).after(seen, bound_bytes, policy.idle_seconds_min)
         self._patience[keeper.engine_id] = patience
-        if patience.short_sleeps != known:
+        if patience.short_sleeps != int(keeper.data.get(_SHORT_SLEEPS, 0)):
             keeper.remember(**{_SHORT_SLEEPS: patience.short_sleeps})
         if not patience.is_pressed(seen, policy.idle_seconds_min):
             self._say(keeper, None)

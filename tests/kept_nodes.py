@@ -80,7 +80,8 @@ async def set_down(node: AgentNode) -> bool:
     for engine in node.engines:
         facts = data_dir / "engines" / engine.name / "facts.json"
         value: dict[str, Any] = json.loads(facts.read_bytes())
-        value.pop("golden", None)
+        for of_that_test in ("golden", "short_sleeps"):
+            value.pop(of_that_test, None)
         facts.write_text(json.dumps(value))
         node.witness_path(engine.name).write_bytes(b"")
     return True

@@ -344,12 +344,41 @@ async def test_an_idle_engine_is_told_of_while_host_memory_is_short(tmp_path: Pa
         assert told == {"available_bytes": 100 << 20, "bound_bytes": 200 << 20, "idle_seconds_min": 0.5}
         # The scheduler's answer. The next request ends the sleep; the engine has to be idle anew, and for longer.
         await park(node, wanted_by="pressure")
+        idle_at_once = node.keeper().policy
+        assert node.keeper().set_policy(1, idle_at_once.model_copy(update={"idle_seconds_min": 600})) is None
         await asleep(node)
-        assert node.keeper().pressure is None
         assert (await node.ask()).json()["choices"] == before
         await node.until_closed()
+        # However slow this machine is, that sleep was shorter than ten minutes.
+        await node.until(lambda: node.keeper().data.get("short_sleeps") == 1, "a short sleep is counted")
+        assert node.keeper().set_policy(2, idle_at_once) is None
         await node.until(lambda: node.keeper().pressure is not None, "it is idle anew")
         told = node.reports("engine_changed")[-1]["pressure"]
-        assert told["idle_seconds_min"] in (0.5, 1.0)
+        assert told["idle_seconds_min"] == 1.0
         available(400 << 10)
         await node.until(lambda: node.keeper().pressure is None, "there is room again")
+
+
+@pytest.mark.parametrize("sleeps", [False, True], ids=["drained", "asleep"])
+async def test_pressure_that_was_answered_is_not_told_again_before_the_engine_was_idle_anew(
+    tmp_path: Path, sleeps: bool
+) -> None:
+    """Also where the loan is over before host memory is looked at again: then too it counts as a short sleep."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: 99999999 kB\nMemAvailable: {100 << 10} kB\n")
+    engine = sleeper(on_pressure=True, pressure_free_bytes_min="200MiB", idle_seconds_min=0.5)
+    async with agent_node(tmp_path, engine, meminfo_file=meminfo, engine_poll_seconds=1.0) as node:
+        keeper = node.keeper()
+        await node.until(lambda: keeper.pressure is not None, "the pressure is told")
+        told = len(node.reports("engine_changed"))
+        await park(node, wanted_by="pressure")
+        assert keeper.pressure is None, "at once, not at the next look"
+        if sleeps:
+            await asleep(node)
+            await node.ask()
+        else:
+            await node.order(RecallLoan(loan_id="loan-1", reason="Request"))
+        assert keeper.set_policy(1, keeper.policy.model_copy(update={"idle_seconds_min": 600})) is None
+        await node.until_closed()
+        assert [one["pressure"] for one in node.reports("engine_changed")[told:] if one["pressure"]] == []
+        await node.until(lambda: keeper.data.get("short_sleeps") == 1, "the sleep is counted")

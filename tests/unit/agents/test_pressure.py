@@ -58,6 +58,17 @@ def test_a_sleep_that_did_not_last_doubles_what_is_asked_and_a_long_one_forgives
     assert patience.short_sleeps == 0
 
 
+def test_a_loan_that_is_over_before_the_next_look_counts_as_one_that_was_seen() -> None:
+    patience, pressed = after(*(look(float(at)) for at in (0, 70, 71, 72)))
+    assert pressed
+    patience, pressed = after(look(74.0), patience=patience.taken(73.0, asleep=True))
+    assert (patience.short_sleeps, patience.ready_since, pressed) == (1, 74.0, False)
+    patience, pressed = after(look(300.0), patience=patience)
+    assert pressed
+    patience, pressed = after(look(302.0), patience=patience.taken(301.0, asleep=False))
+    assert (patience.short_sleeps, pressed) == (1, False), "a loan for a job is no sleep"
+
+
 def test_what_is_asked_is_bounded() -> None:
     assert Patience(short_sleeps=1000).idle_seconds_needed(IDLE) == 32 * IDLE
 
