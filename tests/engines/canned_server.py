@@ -1,4 +1,4 @@
-"""A server that answers each path with one body, whatever is asked, and the others with 404."""
+"""A server that answers each path with one reply, whatever is asked, and the others with 404."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 
 
 @asynccontextmanager
-async def canned(bodies: Mapping[str, bytes]) -> AsyncIterator[str]:
-    """Its URL."""
+async def canned(bodies: Mapping[str, bytes], *, status: int = 200) -> AsyncIterator[str]:
+    """Its URL. ``bodies`` are answered with ``status``."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         path = head.split()[1].decode().partition("?")[0]
-        status, body = (200, bodies[path]) if path in bodies else (404, b"")
-        said = f"HTTP/1.1 {status} Canned\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        code, body = (status, bodies[path]) if path in bodies else (404, b"")
+        said = f"HTTP/1.1 {code} Canned\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(said.encode() + body)
         await writer.drain()
         writer.close()

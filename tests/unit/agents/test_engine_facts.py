@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lull.agents.engines import lmdeploy, sglang
+from lull.agents.engines import lmdeploy, sglang, trtllm
 from lull.agents.errors import EngineRefused
 from lull.agents.protocol.capabilities import MODEL_WEIGHTS, refusal
 from lull.agents.protocol.policy import EnginePolicy
@@ -48,6 +49,16 @@ def test_sglang_without_its_memory_saver_or_its_words() -> None:
         sglang.read_capabilities({**INFO, "enable_memory_saver": False}).unsupported or ""
     )
     assert sglang.read_capabilities({}).unsupported is not None
+
+
+async def test_trtllm_whose_kv_cache_cannot_be_released_refuses_and_says_why(tmp_path: Path) -> None:
+    """Its KV-cache manager V2 answers 400: nothing was changed."""
+    key = tmp_path / "key"
+    key.write_text("secret")
+    body = b'{"error": {"message": "tag kv_cache cannot be released with KV-cache manager V2"}}'
+    async with canned({"/release_memory": body}, status=400) as url:
+        with pytest.raises(EngineRefused, match="HTTP 400: tag kv_cache cannot be released"):
+            await trtllm.TrtllmAdapter(url, "llama", key).park(EnginePolicy(), 5)
 
 
 @pytest.mark.parametrize("body", [b'{"paths": null}', b'{"paths": ["/sleep"]}', b'{"openapi": "3.1.0"}'])
