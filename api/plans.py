@@ -10,10 +10,9 @@ from fastapi.responses import Response
 from ..agents.protocol.loans import LoanStep
 from ..agents.protocol.plans import Plan
 from ..scheduler import model
-from ..scheduler.errors import NotFound
-from ..scheduler.plan_answer import ShownWay, answer
+from ..scheduler.plan_answer import ShownWay
 from . import schemas
-from .caching import answer as answer_of
+from .caching import answer
 from .services import now, services_of
 
 router = APIRouter(tags=["engines"])
@@ -32,17 +31,13 @@ async def plan(
         int | None, Query(ge=1, le=1024, description="On so many devices; all of the engine's unless given")
     ] = None,
 ) -> Response:
-    store = services_of(request).store
-    row, at = await store.get_engine(engine), now()
-    found = answer(await store.load_snapshot(at), row.id, hbm_bytes, gpus, at)
-    if found is None:
-        raise NotFound("device of engine", row.name)
+    found = await services_of(request).store.engine_plan(engine, hbm_bytes, gpus, now())
     blocker = found.blocker
-    return answer_of(
+    return answer(
         request,
         schemas.EnginePlan(
-            engine_id=row.id,
-            engine=row.name,
+            engine_id=found.engine.id,
+            engine=found.engine.name,
             need_bytes=hbm_bytes,
             gpus=found.gpus,
             plan=None if found.chosen is None else _way(found.chosen),

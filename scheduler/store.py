@@ -14,8 +14,9 @@ from sqlalchemy import Connection
 
 from ..agents.protocol.policy import EnginePolicy
 from ..agents.protocol.wire import Order, OrderEnvelope, Register, Registered, ReportBatch, ReportsAnswer
+from . import plan_answer
 from .actions import Action
-from .errors import DatabaseUnavailable, DuplicateIdentity, NotLeader, StaleIncarnation
+from .errors import DatabaseUnavailable, DuplicateIdentity, NotFound, NotLeader, StaleIncarnation
 from .lifecycle import JobState
 from .model import (
     AttemptRow,
@@ -235,6 +236,20 @@ class Store:
     async def get_engine(self, id_or_name: str) -> EngineRow:
         """Raises NotFound; Conflict if the name belongs to engines of several nodes."""
         return await self._read(lambda conn: reading.engine(conn, id_or_name))
+
+    async def engine_plan(
+        self, id_or_name: str, need_bytes: int, gpus: int | None, now: float
+    ) -> plan_answer.PlanAnswer:
+        """What a loan would release of the engine. Raises NotFound; Conflict as ``get_engine`` does."""
+
+        def read(conn: Connection) -> plan_answer.PlanAnswer:
+            row = reading.engine(conn, id_or_name)
+            found = plan_answer.answer(snapshots.load_node(conn, row.node_id), row.id, need_bytes, gpus, now)
+            if found is None:
+                raise NotFound("device of engine", row.name)
+            return found
+
+        return await self._read(read)
 
     async def get_policy(self, id_or_name: str) -> PolicyRow:
         return await self._read(lambda conn: reading.policy(conn, id_or_name))

@@ -139,7 +139,7 @@ def _check_node(node: RowMapping, found: EngineRow) -> None:
 
 
 def _group_of(tx: Tx, found: EngineRow) -> Group:
-    groups = build_groups(snapshots.load_without_jobs(tx.conn), 0.0)
+    groups = build_groups(snapshots.load_node(tx.conn, found.node_id), 0.0)
     mine = [group for group in groups if any(each.id == found.id for each in group.engines)]
     if not mine:
         text = f"engine {found.name} is not in its agent's configuration any more, or its devices are not known"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from sqlalchemy import Connection, Double, bindparam, func, select
+from sqlalchemy import Connection, Double, Select, bindparam, func, select
 
 from ...agents.protocol.capabilities import Capabilities, refusal
 from ...agents.protocol.loans import LoanState
@@ -78,25 +78,31 @@ def load(conn: Connection, now: float) -> Snapshot:
     )
 
 
-def load_without_jobs(conn: Connection) -> Snapshot:
-    """What an operator's wish about an engine is judged by."""
+def load_node(conn: Connection, node_id: str) -> Snapshot:
+    """What an operator's wish about an engine is judged by: its node, without jobs. No group goes beyond a node."""
     return Snapshot(
-        nodes=tuple(_nodes(conn)),
-        devices=tuple(_devices(conn)),
-        engines=tuple(_engines(conn)),
-        loans=tuple(_loans(conn)),
+        nodes=tuple(_nodes(conn, _NODES.where(nodes.c.id == node_id))),
+        devices=tuple(_devices(conn, _DEVICES.where(devices.c.node_id == node_id))),
+        engines=tuple(
+            _engines(
+                conn,
+                _ENGINES.where(engines.c.node_id == node_id),
+                _IDLE.where(occupancy.c.device_id.in_(select(devices.c.id).where(devices.c.node_id == node_id))),
+            )
+        ),
+        loans=tuple(_loans(conn, _LOANS.where(loans.c.node_id == node_id))),
     )
 
 
-def _nodes(conn: Connection) -> Iterable[Node]:
-    for row in conn.execute(_NODES).mappings():
+def _nodes(conn: Connection, statement: Select[Any] = _NODES) -> Iterable[Node]:
+    for row in conn.execute(statement).mappings():
         silent = row["silent_since"] is not None
         in_use = row["confirmed_incarnation"] == row["incarnation"]
         yield Node(NodeId(row["id"]), row["name"], in_use and not silent, silent, row["heard_count"])
 
 
-def _devices(conn: Connection) -> Iterable[Device]:
-    for row in conn.execute(_DEVICES).mappings():
+def _devices(conn: Connection, statement: Select[Any] = _DEVICES) -> Iterable[Device]:
+    for row in conn.execute(statement).mappings():
         held: dict[str, int] = {}
         for process in row["processes"]:
             held[process["owner"]] = held.get(process["owner"], 0) + process["bytes"]
@@ -116,9 +122,9 @@ def _devices(conn: Connection) -> Iterable[Device]:
         )
 
 
-def _engines(conn: Connection) -> Iterable[Engine]:
-    idle_since = {row.device_id: row.started_at for row in conn.execute(_IDLE)}
-    for row in conn.execute(_ENGINES).mappings():
+def _engines(conn: Connection, statement: Select[Any] = _ENGINES, idle: Select[Any, Any] = _IDLE) -> Iterable[Engine]:
+    idle_since = {row.device_id: row.started_at for row in conn.execute(idle)}
+    for row in conn.execute(statement).mappings():
         device_ids = tuple(DeviceId(each) for each in row["device_ids"])
         idle_at = [idle_since.get(each) for each in device_ids]
         policy = _policy(row["policy"])
@@ -177,8 +183,8 @@ def _attempts(conn: Connection) -> Iterable[Attempt]:
         )
 
 
-def _loans(conn: Connection) -> Iterable[Loan]:
-    for row in conn.execute(_LOANS).mappings():
+def _loans(conn: Connection, statement: Select[Any] = _LOANS) -> Iterable[Loan]:
+    for row in conn.execute(statement).mappings():
         yield Loan(
             id=LoanId(row["id"]),
             node_id=NodeId(row["node_id"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -13,7 +14,9 @@ from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import AttemptEnd, OpenLoan, Reason
 from lull.scheduler import actions
 from lull.scheduler.decide import decide
-from lull.scheduler.errors import Unsatisfiable
+from lull.scheduler.errors import NotFound, Unsatisfiable
+from lull.scheduler.requests import ParkRequest
+from lull.scheduler.sql import database, snapshots
 from lull.scheduler.store import Store
 from lull.vmm.tags import RestoreMode
 from tests.model_agent import GIB, ModelAgent, device, engine
@@ -89,6 +92,32 @@ async def test_what_a_node_keeps_free_beside_every_job_is_given_to_none(
     await agent.report(keeps.model_copy(update={"spawn_margin_bytes": 7}))
     [row] = (await store.load_snapshot(0.0)).devices
     assert row.margin_bytes == 7
+
+
+async def test_an_operator_s_wish_is_judged_by_the_node_of_the_engine_alone(
+    store: Store, submit: Submit, database_url: str
+) -> None:
+    """However many engines there are elsewhere, and however many jobs wait."""
+    await node(store)
+    await submit(hbm_bytes=GIB // 4)
+    beta = engine("beta", {"other": GIB // 2})
+    other = ModelAgent(store, "elsewhere", devices=[device("other", free=GIB // 2)], engines=[beta])
+    await other.register()
+    plan = await store.engine_plan("alpha", 3 * GIB // 4, None, 1.0)
+    assert plan.chosen is not None
+    assert (plan.engine.id, plan.chosen.plan.modes, plan.blocker) == ("alpha", KV, None)
+    read = database.ReadEngine(database.normalize_url(database_url))
+    alone = read.run(lambda conn: snapshots.load_node(conn, "node"))
+    read.dispose()
+    assert ([row.id for row in alone.nodes], [row.id for row in alone.devices]) == (["node"], ["gpu"])
+    assert ([row.id for row in alone.engines], alone.jobs, alone.loans) == (["alpha"], (), ())
+    assert alone.engines[0] in (await store.load_snapshot(1.0)).engines
+    operation = await store.park_engine("beta", ParkRequest(), "ann", None, time.time())
+    plan = await store.engine_plan("beta", GIB // 4, None, 1.0)
+    assert plan.blocker is not None
+    assert plan.blocker.data == {"loan_id": operation.loan_id}
+    with pytest.raises(NotFound, match="nope"):
+        await store.engine_plan("nope", 1, None, 1.0)
 
 
 async def test_a_plan_that_was_made_for_another_policy_opens_nothing(store: Store, submit: Submit) -> None:
