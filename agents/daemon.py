@@ -101,8 +101,9 @@ class Daemon:
             self._add_keeper(engine)
         self.loans: dict[str, Loan] = {}
         behind_gateway = {key: keeper for key, keeper in self.keepers.items() if keeper.settings.needs_gateway}
-        is_needed = bool(behind_gateway) or not self.keepers  # with no engine yet it may as well be there
-        self.gateway = GatewayKeeper(self.node, self.gateway_gate, paths, behind_gateway, is_needed=is_needed)
+        self.gateway = GatewayKeeper(
+            self.node, self.gateway_gate, paths, behind_gateway, is_needed=settings.needs_gateway
+        )
         self.gates = GateWatch(self.gateway_gate, self.keepers)
         self.watch = Watch(self.node, self.gates, self.keepers, self.loans, self.loan_on)
         self.pressure = PressureWatch(self.node, self.keepers, self.loan_on)

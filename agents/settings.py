@@ -155,6 +155,11 @@ class AgentSettings(AgentGates):
     log_tail_bytes: Bytes = 192 << 20
     logs_keep_seconds: Seconds = 7 * 24 * 3600.0
 
+    @property
+    def needs_gateway(self) -> bool:
+        """With no engine yet it may as well be there."""
+        return not self.engines or any(engine.needs_gateway for engine in self.engines)
+
     @model_validator(mode="after")
     def _check(self) -> AgentSettings:
         names: set[str] = set()

@@ -20,6 +20,7 @@ from ..errors import AgentError
 from ..node_files import read_json
 from ..processes import boot_id
 from ..protocol.capabilities import Capabilities, refusal
+from ..protocol.engine_kinds import MAY_END_AT_PARK
 from ..protocol.policy import EnginePolicy
 from ..protocol.wire import EngineState
 from ..settings import AgentSettings, EngineSettings
@@ -180,14 +181,19 @@ def engines_in_loans(settings: AgentSettings) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class ParkedFacts:
+    """``trouble``: why it cannot be asked; nothing is known then. ``runs`` is false where nobody is there to ask."""
+
     name: str
     is_parked: bool
     words: str
     in_loan: bool
+    trouble: str = ""
+    runs: bool = True
 
 
 async def _parked(settings: AgentSettings, engine: EngineSettings, lent: set[str]) -> ParkedFacts:
     adapter, ledger = adapter_of(settings, engine)
+    in_loan = engine.name in lent
     try:
         if engine.kind in _OBSERVING_ACTS:
             if engine.kind == "process":
@@ -196,17 +202,27 @@ async def _parked(settings: AgentSettings, engine: EngineSettings, lent: set[str
                 words = "ended by its park" if ledger.read().get("ending") and not has_process else ""
             else:
                 words = str(ledger.read().get("state") or "")
-            return ParkedFacts(engine.name, bool(words), words, engine.name in lent)
+            return ParkedFacts(engine.name, bool(words), words, in_loan)
+        if engine.kind not in MAY_END_AT_PARK and engine_process(settings, engine) is None:
+            return ParkedFacts(engine.name, False, "", in_loan, runs=False)
         async with asyncio.timeout(_ENGINE_SECONDS):
             seen = await adapter.observe()
-        return ParkedFacts(engine.name, seen.state is EngineState.PARKED, seen.state, engine.name in lent)
-    except (TimeoutError, AgentError, OSError) as error:
-        return ParkedFacts(engine.name, False, str(error), engine.name in lent)
+        if seen.state in (EngineState.UNREACHABLE, EngineState.FAILED):
+            return ParkedFacts(engine.name, False, "", in_loan, trouble=seen.detail or str(seen.state))
+        return ParkedFacts(engine.name, seen.state is EngineState.PARKED, seen.state, in_loan)
+    except TimeoutError:
+        return ParkedFacts(engine.name, False, "", in_loan, trouble=f"no answer in {_ENGINE_SECONDS:g} s")
+    except (AgentError, OSError) as error:
+        return ParkedFacts(engine.name, False, "", in_loan, trouble=str(error))
     finally:
         await adapter.aclose()
 
 
 def judge_parked(facts: ParkedFacts, *, agent_runs: bool) -> Finding:
+    if facts.trouble:
+        return warning(f"it cannot be asked whether it is parked: {facts.trouble}", "see the engine's log", facts.name)
+    if not facts.runs:
+        return not_applicable("it does not run", facts.name)
     if not facts.is_parked:
         return ok("it is not parked", facts.name)
     if not agent_runs:

@@ -6,8 +6,9 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ..errors import AgentError
 from ..gates import make_gate
-from ..gates.base import GateError, GateRouteUnknown
+from ..gates.base import GateRouteUnknown
 from ..gates.gateway import GatewayGate
 from ..node_files import read_json
 from ..protocol.wire import GateState
@@ -36,16 +37,16 @@ def _silent(*_: Any, **__: Any) -> None:
 
 async def _ask(settings: AgentSettings, engine: EngineSettings) -> GateFacts:
     gateway = GatewayGate(settings.data_dir / "gateway.sock", call_seconds_max=_ASK_SECONDS)
-    gate = make_gate(settings, engine, gateway, _silent)
     engine_id = str(read_json(settings.data_dir / "node.json").get(f"engine:{engine.name}", engine.name))
     try:
+        gate = make_gate(settings, engine, gateway, _silent)
         async with asyncio.timeout(_ASK_SECONDS):
             seen = await gate.observe(engine_id)
     except GateRouteUnknown as error:
         return GateFacts(engine.name, engine.gate_kind, trouble=str(error), is_unknown_to_gateway=True)
     except TimeoutError:
         return GateFacts(engine.name, engine.gate_kind, trouble=f"no answer in {_ASK_SECONDS:g} s")
-    except (GateError, OSError) as error:
+    except (AgentError, OSError) as error:  # ConfigError: what its file leaves to a pod to tell
         return GateFacts(engine.name, engine.gate_kind, trouble=str(error))
     return GateFacts(engine.name, engine.gate_kind, seen.state)
 

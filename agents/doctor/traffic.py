@@ -16,12 +16,13 @@ import psutil
 
 from ..gates.base import GateError
 from ..gates.gateway import GatewayGate, GatewayInfo
-from ..loopback import NO_TLS
 from ..processes import command_line
 from .findings import Finding, failed, not_applicable, ok, warning
 from .scene import Check, Scene, port_of, running_agent
 
 _CALL_SECONDS: Final = 5.0
+_REDIRECTS_MAX: Final = 3
+_UNNEEDED: Final = "no engine's requests go through the gateway: none is started"
 _EVERYWHERE: Final = (str(ipaddress.IPv4Address(0)), str(ipaddress.IPv6Address(0)))
 _LOOPBACK: Final = ("127.", "::1", "::ffff:127.")
 # Only read where an engine has them, and never to be seen from outside.
@@ -63,7 +64,9 @@ def listeners() -> list[tuple[str, int, int | None]]:
     ]
 
 
-def judge_port(port: PortFacts, gateway: GatewayInfo | None) -> Finding:
+def judge_port(port: PortFacts, gateway: GatewayInfo | None, *, is_needed: bool) -> Finding:
+    if not is_needed:
+        return not_applicable(_UNNEEDED)
     if port.bind_trouble:
         return failed(f"{port.listen} cannot be listened on: {port.bind_trouble}", "correct gateway.listen")
     if not port.is_taken:
@@ -99,7 +102,12 @@ def _asked(scene: Scene) -> GatewayFacts:
         return GatewayFacts(True, None, str(error))
 
 
-def judge_gateway(facts: GatewayFacts, listen: str, *, agent_runs: bool) -> Finding:
+def judge_gateway(facts: GatewayFacts, listen: str, *, agent_runs: bool, is_needed: bool) -> Finding:
+    if not is_needed and facts.info is not None:
+        seen = f"pid {facts.info.pid} runs on {facts.info.listen}, and no engine's requests go through it any more"
+        return warning(seen, "start the agent: it ends it")
+    if not is_needed:
+        return not_applicable(_UNNEEDED)
     if facts.info is not None and facts.info.listen != listen:
         seen = f"it listens on {facts.info.listen}, and gateway.listen is {listen}"
         return warning(seen, "lull agent --stop, then start the agent again")
@@ -114,12 +122,15 @@ def judge_gateway(facts: GatewayFacts, listen: str, *, agent_runs: bool) -> Find
 
 
 def check_gateway(scene: Scene) -> list[Finding]:
-    runs = running_agent(scene.known) is not None
-    return [judge_gateway(look_at_gateway(scene), scene.known.gateway.listen, agent_runs=runs)]
+    settings = scene.known
+    runs, is_needed = running_agent(settings) is not None, settings.needs_gateway
+    return [judge_gateway(look_at_gateway(scene), settings.gateway.listen, agent_runs=runs, is_needed=is_needed)]
 
 
 def check_gateway_port(scene: Scene) -> list[Finding]:
-    return [judge_port(look_at_port(scene.known.gateway.listen), look_at_gateway(scene).info)]
+    settings = scene.known
+    port = look_at_port(settings.gateway.listen)
+    return [judge_port(port, look_at_gateway(scene).info, is_needed=settings.needs_gateway)]
 
 
 def judge_public_route(url: str, statuses: dict[str, int]) -> Finding:
@@ -129,15 +140,35 @@ def judge_public_route(url: str, statuses: dict[str, int]) -> Finding:
             f"{', '.join(open_paths)} of an engine can be asked there: whoever reaches it can put the engine to sleep"
         )
         return failed(seen, "let it pass /v1 only, and send it to the gateway instead of the engine", url)
+    untold = [f"{path} (HTTP {status})" for path, status in statuses.items() if not _is_refusal(status)]
+    if untold:
+        seen = (
+            f"whether control routes of an engine can be asked there is not told by its answers to {', '.join(untold)}"
+        )
+        return warning(seen, "look where it leads, or ask again once what is behind it answers", url)
     return ok("no control route of an engine can be asked there", url)
+
+
+def _is_refusal(status: int) -> bool:
+    return 400 <= status < 500 and status not in (408, 425, 429)
 
 
 def look_at_route(url: str) -> dict[str, int]:
     """HTTP's status by path. Raises httpx.HTTPError, httpx.InvalidURL."""
     url = url.rstrip("/")
-    verify = NO_TLS if url.startswith("http://") else True
-    with httpx.Client(timeout=_CALL_SECONDS, trust_env=False, verify=verify) as client:
-        return {path: client.get(url + path).status_code for path in CONTROL_PATHS}
+    with httpx.Client(timeout=_CALL_SECONDS, trust_env=False) as client:
+        return {path: _status(client, url + path, path) for path in CONTROL_PATHS}
+
+
+def _status(client: httpx.Client, url: str, path: str) -> int:
+    """At the end of redirects that lead to the same route; one that leads elsewhere, to a login for example, is not
+    followed."""
+    reply = client.get(url)
+    for _ in range(_REDIRECTS_MAX):
+        if reply.next_request is None or not reply.next_request.url.path.rstrip("/").endswith(path):
+            break
+        reply = client.send(reply.next_request)
+    return reply.status_code
 
 
 def check_public_route(scene: Scene) -> list[Finding]:

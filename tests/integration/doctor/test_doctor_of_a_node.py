@@ -251,7 +251,9 @@ def test_a_port_that_is_held_by_a_process_whose_words_are_no_text(tmp_path: Path
 
 
 @contextmanager
-def http_server(status: int, address: str = "127.0.0.1", date: str = "") -> Iterator[int]:
+def http_server(status: int, address: str = "127.0.0.1", date: str = "", leads_to: str = "") -> Iterator[int]:
+    """``leads_to``: where it redirects to, the path of the request put after it."""
+
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -261,6 +263,8 @@ def http_server(status: int, address: str = "127.0.0.1", date: str = "") -> Iter
 
         def do_GET(self) -> None:
             self.send_response(status)
+            if leads_to:
+                self.send_header("location", leads_to + self.path)
             self.send_header("content-length", "2")
             self.end_headers()
             self.wfile.write(b"{}")
@@ -295,7 +299,19 @@ def test_control_routes_that_are_open_to_clients(tmp_path: Path) -> None:
     assert "/is_sleeping" in found["public_route"][0]["seen"]
     with http_server(404) as port:
         _, found = doctor(config, "--public-url", f"http://127.0.0.1:{port}")
+        assert statuses(found, "public_route") == ["ok"]
+        with http_server(301, leads_to=f"http://127.0.0.1:{port}") as first:
+            _, found = doctor(config, "--public-url", f"http://127.0.0.1:{first}")
     assert statuses(found, "public_route") == ["ok"]
+    with http_server(200) as port, http_server(308, leads_to=f"http://127.0.0.1:{port}") as first:
+        _, found = doctor(config, "--public-url", f"http://127.0.0.1:{first}")
+        assert statuses(found, "public_route") == ["failed"]
+        with http_server(302, leads_to=f"http://127.0.0.1:{port}/login?to=") as guarded:
+            _, found = doctor(config, "--public-url", f"http://127.0.0.1:{guarded}")
+    assert statuses(found, "public_route") == ["warning"]
+    with http_server(302, leads_to="") as port:
+        _, found = doctor(config, "--public-url", f"http://127.0.0.1:{port}")
+    assert statuses(found, "public_route") == ["warning"]
     _, found = doctor(config)
     assert statuses(found, "public_route") == ["not_applicable"]
 
@@ -343,6 +359,27 @@ def test_an_engine_that_nobody_runs(tmp_path: Path) -> None:
         ("mine", "not_applicable"),
         ("theirs", "failed"),
     ]
+    assert [(one["subject"], one["status"]) for one in found["parked"]] == [
+        ("mine", "ok"),
+        ("theirs", "not_applicable"),
+    ]
+
+
+def test_an_engine_that_does_not_say_whether_it_is_parked(tmp_path: Path) -> None:
+    with http_server(500) as port:
+        _, found = doctor(agent_toml(tmp_path, engines=engine_toml("small", "vllm", port)))
+    assert statuses(found, "parked") == ["warning"]
+
+
+def test_an_api_of_kubernetes_that_nobody_told_of_hides_no_other_gate(tmp_path: Path) -> None:
+    pod = engine_toml("pod", "vllm", 9, gate_kind="kubernetes")
+    pod += '\n[engines.kubernetes]\npod = "p"\nservices = ["s"]\ncondition = "lull.dev/serving"\n'
+    other = engine_toml("other", "vllm", 10, gate_kind="haproxy")
+    other += f'\n[engines.haproxy]\nsockets = ["{tmp_path}/no.sock"]\nbackend = "b"\ngateway_backup = false\n'
+    _, found = doctor(agent_toml(tmp_path, engines=f"{pod}\n{other}"))
+    assert [(one["subject"], one["status"]) for one in found["gates"]] == [("pod", "failed"), ("other", "failed")]
+    assert "kubernetes.api_url: missing" in found["gates"][0]["seen"]
+    assert statuses(found, "gateway") == ["not_applicable"]
 
 
 def test_a_host_device_of_another_size_or_with_somebody_on_it(tmp_path: Path) -> None:
