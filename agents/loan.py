@@ -70,6 +70,7 @@ class Loan:
         # What was told since it was opened is not written down: an agent that starts again waits to be told anew.
         self.expects_more = row.order.expects_more or not self.is_fresh
         self.without_job = row.order.without_job
+        self.asked_for: set[str] = set()  # engines that a request wants back: no more work is taken
         self._wanted: dict[str, asyncio.Task[None]] = {}  # who waits for a request, by engine
         self._settled: tuple[float, dict[str, DeviceFacts]] | None = None
         if row.recalled is not None:
@@ -153,7 +154,8 @@ class Loan:
 
     def add_attempt(self, spec: AttemptSpec) -> bool:
         """False if the loan takes no more work, or had this attempt."""
-        if self.recalled or self.state not in (
+        wanted_back = self.recalled or bool(self.asked_for)
+        if wanted_back or self.state not in (
             LoanState.DRAINING,
             LoanState.PARKING,
             LoanState.SETTLING,

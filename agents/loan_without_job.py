@@ -3,8 +3,9 @@
 The agent alone ends it, with no scheduler in sight. A request counts from the moment on that the gate is closed: one
 that comes while the engine still drains ends the loan before anything is released. One that is refused counts as well
 as one that waits, for every engine that serves its model: the gate counts them from its closing on, so none is missed
-while no agent lives. While an attempt runs in the loan requests wait as in any other; they are looked at again when it
-has ended.
+while no agent lives. While an attempt runs in the loan requests wait as in any other, but the loan takes no further
+attempt then: the wait is bounded by those that run already. They are looked at again when these have ended. An agent
+that starts again asks the gate anew.
 
 How long the first of them waited for its first byte is measured by the gate. Whose it was is in the journal, so that an
 agent that starts again in between still tells it.
@@ -67,7 +68,9 @@ async def until_wanted(loan: Loan, engine: EngineKeeper) -> None:
             await asyncio.sleep(_GATE_SECONDS)
             continue
         if not seen.held and not seen.asked_since_closed:
+            loan.asked_for.discard(engine.engine_id)
             continue
+        loan.asked_for.add(engine.engine_id)
         if loan.live_attempts:
             await asyncio.gather(*(run.ended.wait() for run in loan.live_attempts))
             continue

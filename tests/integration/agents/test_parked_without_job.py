@@ -250,6 +250,36 @@ async def test_a_job_runs_in_the_sleep_and_a_request_waits_for_its_end(tmp_path:
         assert [one["reason"] and one["reason"]["code"] for one in node.reports("loan_changed")][4] == "Request"
 
 
+async def test_jobs_that_come_one_after_the_other_do_not_keep_a_request_waiting(tmp_path: Path) -> None:
+    async with agent_node(tmp_path, sleeper()) as node:
+        before = (await node.ask()).json()["choices"]
+        await park(node)
+        await asleep(node)
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        first = node.job([sys.executable, "-c", f"print('up', flush=True); print(open({str(pipe)!r}).read())"])
+        await node.order(StartAttempt(loan_id="loan-1", attempt=first))
+        await node.until(lambda: node.log_of(first.attempt_id) == b"up\n", "the job runs")
+        held = asyncio.create_task(node.ask())
+
+        async def takes_another() -> bool:
+            job = node.job(["true"], hbm_bytes=1 << 20)
+            await node.order(StartAttempt(loan_id="loan-1", attempt=job))
+            end = await node.until(lambda: node.attempt_end(job.attempt_id), "it has ended")
+            assert end["end"] == "exited" or (end["end"], end["reason"]["code"]) == ("not_started", "LoanOver")
+            return bool(end["end"] == "exited")
+
+        # The first of them may come before the request does.
+        assert not all([await takes_another() for _ in range(3)]), "it goes on taking jobs"
+        assert node.state() is LoanState.LENT, "the one that runs is left alone"
+        pipe.write_text("down")
+        assert (await held).json()["choices"] == before
+        await node.until_closed()
+        end = node.attempt_end(first.attempt_id)
+        assert end is not None
+        assert (end["end"], end["exit_code"]) == ("exited", 0)
+
+
 async def test_an_engine_that_keeps_its_memory_is_woken_again(tmp_path: Path) -> None:
     engine = EngineUnderTest(faults=["keep-memory"], policy={"settle_seconds_max": 0.3})
     async with agent_node(tmp_path, engine) as node:
