@@ -174,8 +174,8 @@ class AttemptRun:
             kill_grace_seconds=spec.kill_grace_seconds,
             go_seconds_max=_GO_SECONDS_MAX,
             unkillable_seconds_max=settings.unkillable_seconds_max,
-            log_head_bytes=settings.log_head_bytes,
-            log_tail_bytes=settings.log_tail_bytes,
+            log_head_bytes=settings.log_head_bytes // 2,  # of either stream
+            log_tail_bytes=settings.log_tail_bytes // 2,
         )
 
     def _environment(self) -> dict[str, str]:

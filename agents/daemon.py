@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +17,6 @@ import structlog
 import uuid_utils
 from filelock import FileLock, Timeout
 
-from .attempt_run import attempt_path
 from .device_opening import open_devices
 from .disk_reserve import RESERVE_NAME, DiskReserve
 from .engine_keeper import ENGINE_TROUBLE, EngineKeeper
@@ -32,6 +29,7 @@ from .gateway.launch import GatewayPaths
 from .gateway_keeper import GatewayKeeper
 from .loan import Loan
 from .loan_without_job import tell_first_byte
+from .log_retention import LogRetention
 from .log_sender import LogSender
 from .log_tails import LogTails
 from .memory_service import MemoryServiceKeeper
@@ -64,7 +62,6 @@ _FAULTED_STOP_SECONDS: Final = 60.0
 _LOOK_SECONDS: Final = 1.0
 _STOP_REASON: Final = "AgentStops"
 _GATEWAY_TASK: Final = "gateway"
-_FORGET_EVERY_SECONDS: Final = 3600.0
 
 
 class Daemon:
@@ -120,7 +117,8 @@ class Daemon:
         )
         self.logs = LogSender(self.node, self.upstream.client)
         self.tails = LogTails(self.node, self.upstream.client)
-        self.node.on_attempt_end = self.tails.add
+        self.log_retention = LogRetention(self.node)
+        self.node.on_attempt_end = self._attempt_ended
         self.orders = Orders(self)
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._stopping = asyncio.Event()
@@ -208,7 +206,7 @@ class Daemon:
         self._spawn("gates", self.gates.guard(self.settings.gate_poll_seconds))
         self._spawn("pressure", self.pressure.run())
         self._spawn("occupancy", self.watch.report_occupancy())
-        self._spawn("forget", self._forget_old())
+        self._spawn("log retention", self.log_retention.run())
         self._spawn("upstream", self.upstream.run())
         self._spawn("log tails", self.tails.run())
         if not self._stop_all:
@@ -348,11 +346,9 @@ class Daemon:
     async def _on_order(self, envelope: OrderEnvelope) -> None:
         await self.orders.take(envelope)
 
-    async def _forget_old(self) -> None:
-        while True:
-            for attempt_id in self.journal.forget_closed(time.time() - self.settings.logs_keep_seconds):
-                await asyncio.to_thread(shutil.rmtree, attempt_path(self.node, attempt_id), True)
-            await asyncio.sleep(_FORGET_EVERY_SECONDS)
+    def _attempt_ended(self, attempt_id: str) -> None:
+        self.tails.add(attempt_id)
+        self.log_retention.look_soon()
 
 
 def _engine_task(keeper: EngineKeeper) -> str:

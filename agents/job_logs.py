@@ -38,7 +38,7 @@ class LogChunk:
 
 
 def read_log(directory: Path, stream: LogStream, offset: int, limit_bytes: int = LOG_CHUNK_BYTES_MAX) -> LogChunk:
-    """At most ``limit_bytes`` from ``offset`` on. Raises FileNotFoundError if the attempt's directory is gone."""
+    """At most ``limit_bytes`` from ``offset`` on. Raises FileNotFoundError if it is kept no more."""
     if stream not in _STREAMS:
         raise ValueError(f"stream must be stdout or stderr, not {stream!r}")
     if offset < 0:
@@ -52,7 +52,9 @@ def read_log(directory: Path, stream: LogStream, offset: int, limit_bytes: int =
         try:
             logs = os.open("logs", _DIRECTORY_FLAGS, dir_fd=root)
         except FileNotFoundError:
-            return _beyond(offset, 0 if final_bytes is None else final_bytes, final_bytes)
+            if final_bytes:
+                raise  # there was output, and it has expired
+            return _beyond(offset, 0, final_bytes)
         try:
             segments = os.open(stream, _DIRECTORY_FLAGS, dir_fd=logs)
         except FileNotFoundError:

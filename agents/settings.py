@@ -151,9 +151,12 @@ class AgentSettings(AgentGates):
     # How long after SIGKILL processes of a job may take to be gone before the job counts as one that cannot be killed.
     unkillable_seconds_max: Seconds = 60.0
     engine_poll_seconds: Seconds = 2.0
+    # Of one attempt's output: the first bytes and the last ones, half of each for either stream.
     log_head_bytes: Bytes = 64 << 20
     log_tail_bytes: Bytes = 192 << 20
-    logs_keep_seconds: Seconds = 7 * 24 * 3600.0
+    # Of all attempts: what is older goes, and beyond the size what ended first. Of a running one nothing.
+    logs_keep_seconds: Annotated[float, Field(gt=0, le=10 * 365 * 24 * 3600)] = 14 * 24 * 3600.0
+    logs_bytes_max: Bytes = 20 << 30
 
     @property
     def needs_gateway(self) -> bool:
