@@ -197,6 +197,7 @@ import asyncio, os, sys
 from lull.agents.engines import command
 from tests.unit.agents.test_command_adapter import adapter
 command._KILLED_SECONDS_MAX = 0.2
+asyncio.run(adapter().observe())  # what Python loads late, it loads now: nobody may not read where it lies
 os.setgid(65534)
 os.setuid(65534)
 seen = asyncio.run(adapter(observe_command=[sys.argv[1]], observe_seconds_max=0.3).observe())
@@ -212,7 +213,9 @@ def test_a_command_that_became_root_is_let_be() -> None:
     with tempfile.TemporaryDirectory() as folder:  # pytest's own is closed to others
         Path(folder).chmod(0o755)
         becomes_root = Path(folder) / "becomes_root"
-        subprocess.run([compiler, "-xc", "-", "-o", becomes_root], input=BECOMES_ROOT, text=True, check=True)
+        subprocess.run(
+            [compiler, "-D_GNU_SOURCE", "-xc", "-", "-o", becomes_root], input=BECOMES_ROOT, text=True, check=True
+        )
         becomes_root.chmod(0o4755)
         argv = [sys.executable, "-c", AS_NOBODY, str(becomes_root)]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
