@@ -5,6 +5,7 @@ The directory is the truth. exit.json of a runner that cannot write it any more 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -16,14 +17,19 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, cast
 
+import structlog
+
 from . import processes
 from .protocol.wire import AttemptEnd, ProcessIdentity, Reason
+
+log = structlog.get_logger(__name__)
 
 UNKILLABLE_SECONDS: Final = 60.0
 
 _RECORD_BYTES_MAX: Final = 16 * 1024 * 1024
 _LOCK_SECONDS_MAX: Final = 5.0
 _LOOK_SECONDS: Final = 0.01
+_NODE_TROUBLE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO})
 
 
 class AttemptError(Exception):
@@ -145,7 +151,7 @@ class AttemptDir:
 
     def starting(self) -> bool:
         """Whether the runner came to the point after which the job may have been executed."""
-        return os.path.lexists(self.path / "starting.json")
+        return _is_there(self.path / "starting.json")
 
     def started(self) -> Started | None:
         record = self.read("started.json")
@@ -166,11 +172,14 @@ class AttemptDir:
         return None if record is None else _outcome(record)
 
     def read(self, name: str) -> dict[str, Any] | None:
+        """Raises BadRecord for what the job may have planted, OSError for what says nothing about the file."""
         try:
             fd = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         except OSError as error:
+            if error.errno in _NODE_TROUBLE:
+                raise
             raise BadRecord(f"{self.path / name}: {error}") from None
         with os.fdopen(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -224,16 +233,30 @@ class AttemptDir:
     def settle(self, kill_seconds_max: float = UNKILLABLE_SECONDS) -> AttemptOutcome:
         """Judges an attempt whose runner is gone: kills what is left of it and writes the record. Blocks.
 
-        Nothing but the record, a job that was provably never forked, or another boot ends an attempt.
+        Nothing but the record, a job that was provably never forked, or another boot ends an attempt. A record that a
+        full disk does not take is still the judgement: the next one comes to the same. Raises OSError where it cannot
+        be looked at now.
         """
-        with self.runner_lock(_LOCK_SECONDS_MAX) as ours:
-            record = self._readable("exit.json")
-            if record is None:
-                if not ours:
-                    raise AttemptError(f"{self.path}: a runner still holds the lock")
-                record = self._judge(kill_seconds_max)
-                self.write("exit.json", record)
+        try:
+            with self.runner_lock(_LOCK_SECONDS_MAX) as ours:
+                record = self._readable("exit.json")
+                if record is None:
+                    if not ours:
+                        raise AttemptError(f"{self.path}: a runner still holds the lock")
+                    record = self._judge(kill_seconds_max)
+                    self._keep(record)
+        except OSError:
+            if _is_there(self.path / "lock") or not _is_there(self.path):
+                raise
+            # There is no room even for a lock. Every runner makes it first, so none of them came to the point of going.
+            record = self._judge(kill_seconds_max)
         return _outcome(record)
+
+    def _keep(self, record: dict[str, Any]) -> None:
+        try:
+            self.write("exit.json", record)
+        except OSError as error:
+            log.error("an attempt's record cannot be written", directory=str(self.path), error=str(error))
 
     def _judge(self, kill_seconds_max: float) -> dict[str, Any]:
         runner, started, spec = (self._readable(f"{name}.json") or {} for name in ("identity", "started", "spec"))
@@ -281,6 +304,15 @@ def _cleanup_reason(cleanup: dict[str, Any]) -> Reason:
         sentence=f"{len(pids)} processes of the job survive SIGKILL: {', '.join(map(str, pids))}",
         data={"pids": pids},
     )
+
+
+def _is_there(path: Path) -> bool:
+    """Raises OSError where that cannot be told: a record that is not seen is not one that is not there."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _sync_directory(path: Path) -> None:

@@ -12,8 +12,9 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import structlog
 
@@ -22,9 +23,9 @@ from .attempts import (
     AttemptError,
     AttemptOutcome,
     AttemptProcess,
-    LaunchFailed,
     RunnerSpec,
 )
+from .disk_reserve import FULL
 from .errors import SpawnRefused
 from .node import Node, cuda_visible
 from .processes import descendants, kill_leftovers, send_signal
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from .loan import Loan
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
+DISK_RESERVE: Final = "DiskReserve"
 _GO_SECONDS_MAX: Final = 600.0
 _INHERITED: Final = ("PATH", "HOME", "LANG", "LC_ALL", "USER", "TZ")
 _AGAIN_SECONDS: Final = 1.0
@@ -135,7 +138,7 @@ class AttemptRun:
             process = await launched
             if isinstance(process, AttemptProcess):
                 await process.stop(AttemptEnd.PREEMPTED)
-        except AttemptError as error:
+        except (AttemptError, OSError) as error:
             log.info("the waiting runner ended by itself", attempt=self.attempt_id, error=str(error))
 
     # ---- the course of it -------------------------------------------------------------------------------------
@@ -148,18 +151,21 @@ class AttemptRun:
             if adopted.outcome is not None:
                 return adopted.outcome
         elif self.started:
-            # It was told to go once. Without its directory nobody can say how far it came: it is never told again.
-            swept = await asyncio.to_thread(kill_leftovers, self.attempt_id, None, _SWEEP_SECONDS_MAX)
-            reason = Reason(code="runner_lost", sentence="the attempt's directory is gone; what was left was killed")
-            cleanup = None
-            if swept.remaining:
-                pids = list(swept.remaining)
-                cleanup = Reason(code="unkillable", sentence=f"processes {pids} survive SIGKILL", data={"pids": pids})
-            return AttemptOutcome(end=AttemptEnd.RUNNER_LOST, ended_at=time.time(), reason=reason, cleanup=cleanup)
+            return await self._lost()
         if self._stop is not None:
             reason = Reason(code="Stopped", sentence="stopped before it was started")
             return AttemptOutcome(end=AttemptEnd.NOT_STARTED, ended_at=time.time(), reason=reason)
         return await AttemptProcess.launch(self.directory, self._runner_spec(), spares=self.node.spares)
+
+    async def _lost(self) -> AttemptOutcome:
+        """It may have been told to go. Without its directory nobody can say how far it came: it is never told again."""
+        swept = await asyncio.to_thread(kill_leftovers, self.attempt_id, None, _SWEEP_SECONDS_MAX)
+        reason = Reason(code="runner_lost", sentence="the attempt's directory is gone; what was left was killed")
+        cleanup = None
+        if swept.remaining:
+            pids = list(swept.remaining)
+            cleanup = Reason(code="unkillable", sentence=f"processes {pids} survive SIGKILL", data={"pids": pids})
+        return AttemptOutcome(end=AttemptEnd.RUNNER_LOST, ended_at=time.time(), reason=reason, cleanup=cleanup)
 
     def _runner_spec(self) -> RunnerSpec:
         settings, spec = self.node.settings, self.spec
@@ -202,9 +208,9 @@ class AttemptRun:
         assert self._launched is not None
         try:
             found = await self._launched
-        except (LaunchFailed, AttemptError, OSError) as error:
+        except (AttemptError, OSError) as error:
             log.error("the runner did not come up", attempt=self.attempt_id, error=str(error))
-            found = await self._no_runner(str(error))
+            found = await self._until_known(partial(self._without_runner, error))
         outcome = found if isinstance(found, AttemptOutcome) else await self._follow(found, check)
         if outcome is not None:
             if outcome.end is AttemptEnd.NOT_STARTED and self._stop is AttemptEnd.CANCELLED:
@@ -221,51 +227,95 @@ class AttemptRun:
         lost = next(filter(None, map(self.node.absences.lost, self.spec.device_ids)), None)
         return outcome if lost is None else replace(outcome, reason=Reason(code=GPU_LOST, sentence=lost.sentence))
 
-    async def _no_runner(self, text: str) -> AttemptOutcome:
+    async def _until_known(self, look: Callable[[], Awaitable[T]]) -> T:
+        """What ``look`` finds, as soon as it can: a runner that holds the lock decides first, and what the node lacks
+        for a look (descriptors, a disk that answers) says nothing about the attempt."""
+        while True:
+            try:
+                return await look()
+            except (AttemptError, OSError) as error:
+                log.warning("attempt cannot be judged yet", attempt=self.attempt_id, error=str(error))
+                await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _without_runner(self, error: AttemptError | OSError) -> AttemptProcess | AttemptOutcome:
         """Whatever lies in the directory says whether anything was executed."""
         if self.directory.path.exists():
-            while True:
-                try:
-                    return await asyncio.to_thread(self.directory.settle)
-                except AttemptError as error:  # a runner still holds the lock: it decides
-                    log.warning("attempt cannot be judged yet", attempt=self.attempt_id, error=str(error))
-                    await asyncio.sleep(_AGAIN_SECONDS)
-        reason = Reason(code="spawn_failed", sentence=text)
+            adopted = await AttemptProcess.adopt(self.directory)
+            if adopted.process is not None:
+                return adopted.process
+            settled = adopted.outcome
+            outcome = settled if settled is not None else await asyncio.to_thread(self.directory.settle)
+            if outcome.end is AttemptEnd.NOT_STARTED and (_is_full(error) or self.node.disk_is_short()):
+                outcome = replace(outcome, reason=_no_room(error))
+            return outcome
+        if self.started:
+            return await self._lost()
+        if isinstance(error, OSError):  # not even a directory: nothing of it was executed
+            return AttemptOutcome(end=AttemptEnd.NOT_STARTED, ended_at=time.time(), reason=_no_room(error))
+        reason = Reason(code="spawn_failed", sentence=str(error))
         return AttemptOutcome(end=AttemptEnd.SPAWN_FAILED, ended_at=time.time(), reason=reason)
 
     async def _follow(self, process: AttemptProcess, check: Check) -> AttemptOutcome | None:
-        self._process = process
-        self._runner = self.directory.identity()
+        self._process, self._runner = process, process.runner
         if self.over:
             return None
-        if not self.started:
-            try:
-                if self._stop is not None:
-                    raise SpawnRefused("Stopped", "stopped before it was started")
-                await check(self)
-            except SpawnRefused as refused:
-                self.end_unstarted(Reason(code=refused.code, sentence=refused.sentence))
-                return None
-            if self.over or self._stop is not None:
-                self.end_unstarted(None)
-                return None
-            if not self._write_intent():
-                sentence = "the agent's disk is full: that this job was started could not be written down"
-                self.end_unstarted(Reason(code="DiskReserve", sentence=sentence))
-                return None
-            self.started = True
-        stopper = asyncio.create_task(self._stop_when_asked(process))
+        stopper = asyncio.create_task(self._stop_when_asked(process), name=f"stop {self.attempt_id}")
+        stopper.add_done_callback(end_on_fault)
         try:
-            try:
-                await process.go()
-                self._report_running()
-                if self.loan.restore_by_boottime is not None:  # it may have moved while the runner waited
-                    await process.set_restore_by(self.loan.restore_by_boottime)
-            except AttemptError as error:
-                log.warning("go was not taken; the runner's record decides", attempt=self.attempt_id, error=str(error))
-            return await process.wait_ended()
+            if self.started and await self._waits(process):
+                self.started = False  # the agent that meant to start it died before it said so
+            if not self.started and not await self._may_start(check):
+                return None
+            await self._say_go(process)
+            return await self._until_known(process.wait_ended)
         finally:
             stopper.cancel()
+
+    async def _waits(self, process: AttemptProcess) -> bool:
+        """Whether the runner waits for `go` still, by its own word. It takes what it is told in order, so nothing that
+        an earlier agent said is under way to it."""
+        while True:
+            try:
+                return (await process.status()).state == "waiting"
+            except AttemptError as error:
+                log.warning("the runner does not say how far it is", attempt=self.attempt_id, error=str(error))
+            if await process.wait_exited(_AGAIN_SECONDS):
+                return False
+
+    async def _may_start(self, check: Check) -> bool:
+        """Whether the job may be started now, which is written down then; else its end is."""
+        try:
+            if self._stop is not None:
+                raise SpawnRefused("Stopped", "stopped before it was started")
+            await check(self)
+        except SpawnRefused as refused:
+            self.end_unstarted(Reason(code=refused.code, sentence=refused.sentence))
+            return False
+        if self.over or self._stop is not None:
+            self.end_unstarted(None)
+            return False
+        if not self._write_intent():
+            sentence = "the agent's disk is full: that this job was started could not be written down"
+            self.end_unstarted(Reason(code=DISK_RESERVE, sentence=sentence))
+            return False
+        self.started = True
+        return True
+
+    async def _say_go(self, process: AttemptProcess) -> None:
+        """Until the runner, which executes once however often it hears it, has answered; not once a stop is wanted."""
+        while self._stop is None:
+            try:
+                await process.go()
+                break
+            except AttemptError as error:
+                log.warning("go was not answered; it is said again", attempt=self.attempt_id, error=str(error))
+            if await process.wait_exited(_AGAIN_SECONDS):
+                return
+        else:
+            return
+        self._report_running(process)
+        if self.loan.restore_by_boottime is not None:  # it may have moved while the runner waited
+            await self._tell_restore_by(process, self.loan.restore_by_boottime)
 
     def _write_intent(self) -> bool:
         """False if it is not on disk: an agent that starts after a crash would not know that the job may have run."""
@@ -306,12 +356,19 @@ class AttemptRun:
         """It had every chance: without it the record is ours to write, and what the job left is ours to kill."""
         sentence = f"the runner of attempt {self.attempt_id} did not end its job; it is killed"
         self.node.alert("critical", "runner_silent", sentence, loan_id=self.loan_id)
-        send_signal(process.runner, signal.SIGKILL)
+        try:
+            send_signal(process.runner, signal.SIGKILL)
+        except OSError as error:
+            log.error("the runner could not be signalled", attempt=self.attempt_id, error=str(error))
 
-    def _report_running(self) -> None:
-        started = self.directory.started()
+    def _report_running(self, process: AttemptProcess) -> None:
+        try:
+            started = self.directory.started()
+        except (AttemptError, OSError) as error:
+            started = None
+            log.warning("started.json cannot be read", attempt=self.attempt_id, error=str(error))
         self.loan.step(LoanStep.SPAWNED, attempt_id=self.attempt_id)
-        processes = {} if self._runner is None else {"runner": self._runner}
+        processes = {"runner": process.runner}
         if started is not None:
             processes["job"] = started.job
         self.node.journal.report(
@@ -360,6 +417,14 @@ class AttemptRun:
         self.loan.changed.set()
         self.node.on_attempt_end(self.attempt_id)
         self.node.on_change()
+
+
+def _is_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in FULL
+
+
+def _no_room(error: BaseException) -> Reason:
+    return Reason(code=DISK_RESERVE, sentence=f"the agent's disk does not take what a job needs there: {error}")
 
 
 def _swept(outcome: AttemptOutcome) -> Reason | None:

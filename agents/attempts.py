@@ -140,12 +140,24 @@ class AttemptProcess:
     async def status(self) -> RunnerStatus:
         return await self._ask({"do": "status"})
 
+    async def wait_exited(self, seconds_max: float) -> bool:
+        """True as soon as the runner has exited; False if it lives on after ``seconds_max``."""
+        await asyncio.wait((self._exited,), timeout=seconds_max)
+        return self._exited.done()
+
     async def wait_ended(self) -> AttemptOutcome:
-        """Also judges, and clears away what is left, when the runner ended without a record."""
+        """Also judges, and clears away what is left, when the runner ended without a record.
+
+        Raises AttemptError or OSError where that cannot be judged now: ask again.
+        """
         await asyncio.shield(self._exited)
         if self._judging is None:
             self._judging = self._loop.create_task(asyncio.to_thread(self.directory.settle))
-        return await asyncio.shield(self._judging)
+        try:
+            return await asyncio.shield(self._judging)
+        except (AttemptError, OSError):
+            self._judging = None
+            raise
 
     def detach(self) -> None:
         """Lets go of the runner, which goes on. For an agent that ends."""

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from . import loan_release, loan_restore, loan_settle, loan_without_job, loan_work
-from .attempt_run import AttemptRun, Stop
+from .attempt_run import DISK_RESERVE, AttemptRun, Stop
 from .engine_hand import StepSink
 from .engine_keeper import EngineKeeper
 from .journal import LoanRow, StepRow, boottime
@@ -26,7 +26,7 @@ from .protocol.loans import LoanEvent, LoanState, LoanStep, advance
 from .protocol.parking import FOR_OVER
 from .protocol.plans import Plan, narrowed
 from .protocol.policy import EnginePolicy
-from .protocol.wire import AttemptEnd, AttemptSpec, HeldLoan, LoanChanged, Reason
+from .protocol.wire import LOAN_OVER, AttemptEnd, AttemptSpec, HeldLoan, LoanChanged, Reason
 from .tasks import end_on_fault
 
 log = structlog.get_logger(__name__)
@@ -152,8 +152,8 @@ class Loan:
         self.expects_more = more
         self.changed.set()
 
-    def add_attempt(self, spec: AttemptSpec) -> bool:
-        """False if the loan takes no more work, or had this attempt."""
+    def add_attempt(self, spec: AttemptSpec) -> Reason | None:
+        """None if the loan has this attempt now, or had it before; else why it takes it not."""
         wanted_back = self.recalled or bool(self.asked_for)
         if wanted_back or self.state not in (
             LoanState.DRAINING,
@@ -161,12 +161,13 @@ class Loan:
             LoanState.SETTLING,
             LoanState.LENT,
         ):
-            return False
-        if not self.node.journal.accept_attempt(self.loan_id, spec):
-            return False
-        self._add(spec, None)
-        self.changed.set()
-        return True
+            return Reason(code=LOAN_OVER, sentence="the loan takes no more work")
+        if self.node.disk_is_short():
+            return Reason(code=DISK_RESERVE, sentence="the agent's disk is too full to start a job")
+        if self.node.journal.accept_attempt(self.loan_id, spec):
+            self._add(spec, None)
+            self.changed.set()
+        return None
 
     def _add(self, spec: AttemptSpec, stop: str | None) -> None:
         run = AttemptRun(self.node, self.loan_id, spec, self, intended=spec.attempt_id in self._intended)

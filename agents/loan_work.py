@@ -7,6 +7,7 @@ and no job waits for the loan. Whether one does is known before it ends, so noth
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -14,11 +15,12 @@ import structlog
 from .attempt_run import AttemptRun
 from .engine_keeper import EngineKeeper
 from .errors import SpawnRefused
+from .journal import boottime
 from .loan_without_job import SENTENCES
 from .probe import why_absent
 from .processes import process_in_words
 from .protocol.loans import LoanEvent, LoanState
-from .protocol.wire import AttemptEnd, EngineState, Reason
+from .protocol.wire import LOAN_OVER, AttemptEnd, EngineState, Reason
 
 if TYPE_CHECKING:
     from .loan import Loan
@@ -49,6 +51,7 @@ async def work(loan: Loan) -> None:
 
 
 async def _until_over(loan: Loan) -> LoanEvent:
+    idle_since: float | None = None
     while True:
         loan.changed.clear()
         lost = next(filter(None, map(loan.node.absences.lost, loan.order.device_ids)), None)
@@ -65,14 +68,16 @@ async def _until_over(loan: Loan) -> LoanEvent:
         idle = not loan.live_attempts and loan.without_job is None
         if idle and not (loan.expects_more and loan.node.connected.is_set()):
             return LoanEvent.WORK_ENDED
-        bound = loan.node.settings.loan_idle_seconds_max if idle else None
-        wait = min(value for value in (left, bound, _LOOK_SECONDS_MAX) if value is not None)
-        try:
+        idle_left = None
+        idle_since = (idle_since or boottime()) if idle else None
+        if idle_since is not None:
+            idle_left = idle_since + loan.node.settings.loan_idle_seconds_max - boottime()
+            if idle_left <= 0:
+                return LoanEvent.WORK_ENDED
+        wait = min(value for value in (left, idle_left, _LOOK_SECONDS_MAX) if value is not None)
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait):
                 await loan.changed.wait()
-        except TimeoutError:
-            if idle and not loan.live_attempts and wait == bound:
-                return LoanEvent.WORK_ENDED
 
 
 async def _check_room(run: AttemptRun) -> None:
@@ -114,7 +119,8 @@ async def _watch(loan: Loan, engine: EngineKeeper) -> None:
 
 async def clear(loan: Loan) -> None:
     """Recalling to waking, closed or faulted, once every attempt is proved over."""
-    reason = Reason(code=loan.recall_reason or "WorkEnded", sentence="the loan ended before this attempt was started")
+    # One that came in when the work was over already is told as one that comes later is.
+    reason = Reason(code=loan.recall_reason or LOAN_OVER, sentence="the loan ended before this attempt was started")
     for run in loan.live_attempts:
         if run.started or run.adoptable:
             run.begin(_check_room)

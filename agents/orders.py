@@ -84,9 +84,11 @@ class Orders:
                 self._open_loan(order)
             case StartAttempt():
                 loan = self._daemon.loans.get(order.loan_id)
-                inside = loan is not None and set(order.attempt.device_ids) <= set(loan.order.device_ids)
-                if loan is None or not inside or not loan.add_attempt(order.attempt):
-                    self._not_started(order.loan_id, order.attempt, LOAN_OVER, "the loan takes no more work")
+                why: Reason | None = Reason(code=LOAN_OVER, sentence="the loan takes no more work")
+                if loan is not None and set(order.attempt.device_ids) <= set(loan.order.device_ids):
+                    why = loan.add_attempt(order.attempt)
+                if why is not None:
+                    self._not_started(order.loan_id, order.attempt, why.code, why.sentence)
             case StopAttempt():
                 if not self._stop(order.attempt_id, order.end):
                     raise OrderRefused("no such attempt is live here")

@@ -266,7 +266,8 @@ class AgentNode:
     def job(self, argv: list[str], **fields: Any) -> AttemptSpec:
         number = next(self._seq)
         values: dict[str, Any] = {
-            "attempt_id": f"attempt-{number}",
+            # What an attempt left is found by its id on the whole machine, where other tests run as well.
+            "attempt_id": f"attempt-{number}-{secrets.token_hex(4)}",
             "job_id": f"job-{number}",
             "attempt_no": 1,
             "argv": argv,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import shutil
 import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -30,13 +33,23 @@ class SmallDisk:
     def clear(self) -> None:
         self._ballast.unlink()
 
+    def take_all_names(self) -> None:
+        """No file or directory can be made any more; files that are there may grow."""
+        self._ballast.mkdir()
+        with contextlib.suppress(OSError):
+            for number in itertools.count():
+                (self._ballast / str(number)).touch()
+
+    def give_names_back(self) -> None:
+        shutil.rmtree(self._ballast)
+
 
 @contextmanager
-def small_disk(path: Path, size_bytes: int = 4 * MIB) -> Generator[SmallDisk]:
-    """Needs root, or sudo without a password."""
+def small_disk(path: Path, size_bytes: int = 4 * MIB, files_max: int = 0) -> Generator[SmallDisk]:
+    """Needs root, or sudo without a password. ``files_max``: of files and directories; 0: as many as fit."""
     path.mkdir()
     as_root = [] if os.geteuid() == 0 else ["sudo", "-n"]
-    options = f"size={size_bytes},uid={os.geteuid()},mode=0700"
+    options = f"size={size_bytes},nr_inodes={files_max},uid={os.geteuid()},mode=0700"
     subprocess.run([*as_root, "mount", "-t", "tmpfs", "-o", options, "lull-test", str(path)], check=True)
     try:
         yield SmallDisk(path)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 
 import pytest
 
+from lull.agents import tasks
 from tests import kept_nodes
 
 
@@ -13,3 +15,11 @@ from tests import kept_nodes
 def no_node_is_left() -> Iterator[None]:
     yield
     kept_nodes.end_all()
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The codes with which faults of our own would have ended the agent, which is this process here."""
+    seen: list[int] = []
+    monkeypatch.setattr(tasks, "os", types.SimpleNamespace(_exit=seen.append))
+    return seen
