@@ -44,6 +44,7 @@ class EngineKeeper(EngineHand):
         self.restart_wanted = False
         self._failures = 0
         self._left_as: str | None = None  # the alert that was raised over what is left as it is
+        self._said_state: EngineState | None = None  # that it was said to be in, without a loan
         self._poked = asyncio.Event()
 
     # ---- policy -------------------------------------------------------------------------------------------------
@@ -192,24 +193,28 @@ class EngineKeeper(EngineHand):
             self.state, self.verified = seen.state, False
             if seen.state is not EngineState.UNREACHABLE:
                 self.released()  # whatever brought it there: it has to prove itself before it is routed again
-            self.node.alert(
-                "critical",
-                "engine_not_running",
-                f"engine {self.name} is {seen.state} and no loan has it. {seen.detail}".strip(),
-                engine_id=self.engine_id,
-            )
+            self._say_not_running(seen)
             return False
+        self._said_state = None
         await self.probe()
         gate = await self.gate.observe(self.engine_id)
         self.gate_state = gate.state
         if not self.has_golden():
             await self.check_canary(take_golden=True)  # a new canary; the process was right by the old one
-        if gate.state is not GateState.OPEN:
+        if gate.state is not GateState.OPEN or self.gate.is_wanted_closed:
             await self.open_gate()  # the gateway is a new one: same process, nothing was released since
         self.device_bytes = self.bytes_on(await self.node.look())
         self.state, self.verified, self.reason = EngineState.RUNNING, True, None
         self.report()
         return True
+
+    def _say_not_running(self, seen: Observation) -> None:
+        """Once for each state: it may be found in it at every look."""
+        if seen.state is self._said_state:
+            return
+        self._said_state = seen.state
+        sentence = f"engine {self.name} is {seen.state} and no loan has it. {seen.detail}".strip()
+        self.node.alert("critical", "engine_not_running", sentence, engine_id=self.engine_id)
 
     async def _observed(self) -> Observation:
         """Silence is looked at again, so often."""
@@ -294,10 +299,12 @@ class EngineKeeper(EngineHand):
     async def _ensure_process(self, step: StepSink) -> Observation:
         """A process that answers; restarts a supervised one that is gone, failed or condemned, where it may."""
         incarnation = self.incarnation
-        # One that somebody else runs may have ended by its park: then its own command knows.
-        parked = self.process is None and self.settings.kind in MAY_END_AT_PARK
-        gone = incarnation is None and not parked
+        # One without a process may have ended by its park: then its adapter knows.
+        gone = incarnation is None and self.settings.kind not in MAY_END_AT_PARK
         seen = Observation(EngineState.GONE) if gone else await self.adapter.observe()
+        if incarnation is None and seen.state is EngineState.PARKED and not self.restart_wanted:
+            self.set_state(seen.state)
+            return seen
         condemned = incarnation is not None and self.data.get("condemned") == incarnation
         # Alive, verified once, and silent: waiting for its start to end would wait for ever.
         known = incarnation in (self.data.get("verified"), self.data.get("released"))

@@ -158,6 +158,10 @@ async def _is_back(engine: EngineKeeper) -> bool:
     if not engine.verified_now():
         return False
     try:
-        return (await engine.gate.observe(engine.engine_id)).state is GateState.OPEN
-    except GateError:
+        if (await engine.gate.observe(engine.engine_id)).state is not GateState.OPEN:
+            return False
+        if engine.gate.is_wanted_closed:  # it would be closed again
+            await engine.open_gate()
+    except (GateError, EngineLost):
         return False
+    return True

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lull.agents import attempt_run
+from lull.agents import attempt_run, engine_keeper
 from lull.agents.engine_process import ENGINE_MARK
+from lull.agents.engines.base import Observation
 from lull.agents.engines.http_call import call
 from lull.agents.errors import CanaryFailed, EngineLost, EngineTimedOut
 from lull.agents.processes import find_by_environ
@@ -23,6 +24,7 @@ from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import AttemptEnd, EngineState, GateState, RecallLoan, RestartEngine, SetPolicy
 from lull.agents.upstream import read_order, read_registered
 from tests.agent_node import AgentNode, EngineUnderTest, agent_node
+from tests.gates.webhook_server import SECRET, WebhookServer
 
 WAITS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 
@@ -189,6 +191,53 @@ async def test_an_engine_of_a_loan_that_is_back_is_looked_after_while_another_on
         await node.ready("alpha")
         assert (await node.ask("alpha")).status_code == 200
         assert node.keeper("beta").gate_state is GateState.CLOSED
+
+
+async def test_an_engine_that_is_back_serves_on_when_an_agent_starts_while_another_one_is_not(tmp_path: Path) -> None:
+    """Its gate is one that may open by itself: it is looked at, and must not be taken for such a one."""
+    hook = await WebhookServer().start()
+    (tmp_path / "secret").write_bytes(SECRET)
+    section = {"url": f"http://127.0.0.1:{hook.port}/", "secret_file": tmp_path / "secret", "allow": ["127.0.0.0/8"]}
+    engines = [
+        EngineUnderTest("alpha", devices=[0], more={"gate_kind": "webhook", "webhook": section}),
+        EngineUnderTest("beta", devices=[1], faults=["lose-weights"], policy={"restart": "never"}),
+    ]
+    try:
+        async with agent_node(tmp_path, *engines, capacities=[16 << 20] * 2, gate_poll_seconds=0.05) as node:
+            await node.open_loan(node.job(["true"], device_ids=node.device_ids), engines=["alpha", "beta"])
+            await node.until(lambda: node.states()[-1:] == ["faulted"], "faulted")
+            await node.ready("alpha")
+            await node.crash()
+            began = len(hook.calls)
+            await node.start()
+            await node.ready("alpha")
+            looked = len(hook.calls)
+            await node.until(lambda: len(hook.calls) > looked + 5, "its gate is looked at again and again")
+            assert "close" not in [one["verb"] for one in hook.calls[began:]]
+            assert hook.state == "open"
+            assert "gate_opened_by_itself" not in alerts(node)
+            assert not node.keeper("alpha").gate.is_wanted_closed
+    finally:
+        await hook.stop()
+
+
+async def test_an_engine_that_stays_away_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_keeper, "POLL_SECONDS_MAX", 0.01)
+    monkeypatch.setattr(engine_keeper, "_BACK_OFF_SECONDS_MAX", 0.05)
+    async with agent_node(tmp_path, EngineUnderTest(attached=True)) as node:
+        keeper = node.keeper()
+        observe = keeper.adapter.observe
+
+        async def silent() -> Observation:
+            return Observation(EngineState.UNREACHABLE, detail="hangs")
+
+        for times in (1, 2):
+            keeper.adapter.observe = silent  # type: ignore[method-assign]
+            await node.until(lambda: keeper._failures > 5, "it is looked at again and again")
+            assert alerts(node).count("engine_not_running") == times
+            keeper.adapter.observe = observe  # type: ignore[method-assign]
+            await node.ready()
+            await node.until(lambda: keeper._failures == 0, "it is well")
 
 
 async def test_a_node_that_was_rebooted_starts_nothing_more_in_an_old_loan(tmp_path: Path) -> None:
