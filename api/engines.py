@@ -122,6 +122,13 @@ async def put_policy(
             f" cannot restart it; keep {modes}, or restart the engine and change the agent's configuration",
             code="policy_not_honoured",
         )
+    if policy.on_pressure and row.tells_requests is False and not row.policy_locked:
+        raise invalid_field(
+            "on_pressure",
+            f"the gate of engine {row.name} does not see requests while it is closed, so none could wake it; set it to"
+            " false, or give the engine a gate that does: see gates.md",
+            code="policy_not_honoured",
+        )
     written = await store.put_policy(row.id, policy, expected_version, principal_of(request), now())
     response.headers["ETag"] = f'"{written.version}"'
     return views.policy_of(written)

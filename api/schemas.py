@@ -120,6 +120,8 @@ class Engine(View):
     policy_version: int
     policy_version_in_force: int
     policy_locked: bool = False
+    policy_refused: str | None = Field(None, description="Why its agent does not obey `policy_version`")
+    tells_requests: bool | None = Field(None, description="Whether its gate sees requests while it is closed")
     endpoint: str | None = None
     reason: ReasonView | None = None
     loan_id: str | None = None
@@ -167,6 +169,7 @@ class PolicyView(View):
     engine_id: str
     version: int
     version_in_force: int
+    refused: str | None = Field(None, description="Why its agent does not obey this version")
     locked: bool = False
     policy: EnginePolicy
 

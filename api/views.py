@@ -133,6 +133,8 @@ def engine_of(row: model.EngineRow) -> schemas.Engine:
         policy_version=row.policy_version,
         policy_version_in_force=row.policy_version_in_force,
         policy_locked=row.policy_locked,
+        policy_refused=row.policy_refused,
+        tells_requests=row.tells_requests,
         endpoint=row.endpoint,
         reason=reason_of(row.reason),
         loan_id=row.loan_id,
@@ -179,6 +181,7 @@ def policy_of(row: model.PolicyRow) -> schemas.PolicyView:
         engine_id=row.engine_id,
         version=row.version,
         version_in_force=row.version_in_force,
+        refused=row.refused,
         locked=row.locked,
         policy=row.policy,
     )

@@ -116,5 +116,6 @@ def engine_lines(row: Row) -> list[str]:
             ("fragile", text_of(able.get("fragile"))),
             ("notes", text_of(able.get("notes"))),
             ("policy", f"version {version}" + ("" if version == in_force else f" ({in_force} is in force)")),
+            ("policy refused", text_of(row.get("policy_refused"))),
         ]
     )

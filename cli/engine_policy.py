@@ -33,6 +33,8 @@ def get_policy(session: Session, engine: EngineArgument) -> None:
 def policy_lines(row: Row) -> list[str]:
     state = "locked by the agent's TOML" if row["locked"] else "may be set"
     lines = [f"# version {row['version']} (in force: {row['version_in_force']}), {state}"]
+    if row.get("refused"):
+        lines.append(f"# refused by its agent: {text_of(row['refused'])}")
     return lines + [f"{key} = {text_of(value)}" for key, value in _flat(row["policy"])]
 
 

@@ -259,6 +259,8 @@ class EngineRow:
     updated_at: float
     last_wake: Mapping[str, Any] | None = None  # by a request: loan_id, at, first_byte_seconds
     parked: LoanRow | None = None  # the open loan in which it sleeps without a job
+    tells_requests: bool | None = None  # whether its gate sees requests while it is closed; None: not told
+    policy_refused: str | None = None  # why its agent does not obey this version
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +270,7 @@ class PolicyRow:
     policy: EnginePolicy
     locked: bool  # the agent's TOML rules
     version_in_force: int  # the newest that the agent has put into effect
+    refused: str | None = None  # why the agent does not obey it
 
 
 @dataclass(frozen=True, slots=True)

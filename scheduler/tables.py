@@ -128,6 +128,8 @@ engines = Table(
     Column("updated_at", Double, nullable=False),
     Column("pressure", JSON(none_as_null=True)),  # what its agent sees of host memory that is short
     Column("last_wake", JSON(none_as_null=True)),  # by a request
+    Column("tells_requests", Boolean),  # whether its gate sees requests while it is closed; null: it does not tell
+    Column("policy_refused", JSON(none_as_null=True)),  # by its agent: version, sentence
 )
 
 jobs = Table(

@@ -7,10 +7,10 @@ from typing import Any
 from sqlalchemy import RowMapping, select, update
 
 from ...agents.protocol.loans import LoanState
-from ...agents.protocol.wire import AttemptChanged, AttemptEnd, AttemptState, OrderAnswer, Reason
+from ...agents.protocol.wire import AttemptChanged, AttemptEnd, AttemptState, OrderAnswer, Reason, SetPolicy
 from ..lifecycle import EVENT_OF_REPORT, TERMINAL_JOB_STATES, JobEvent, JobState
 from ..tables import attempts, jobs, orders
-from . import park_trouble
+from . import park_trouble, policies
 from .changes import (
     as_json,
     end_attempt,
@@ -127,6 +127,7 @@ def order_answered(tx: Tx, node_id: str, report: OrderAnswer, now: float) -> Non
         severity="warning",
         loan_id=order["loan_id"],
         attempt_id=order["attempt_id"],
+        engine_id=order["body"].get("engine_id"),
         node_id=node_id,
         data={"outcome": report.outcome, "kind": order["kind"]},
     )
@@ -138,6 +139,8 @@ def order_answered(tx: Tx, node_id: str, report: OrderAnswer, now: float) -> Non
         attempt = locked_attempt(tx, order["attempt_id"])
         if attempt is not None and not attempt["reported"]:
             end_attempt(tx, attempt, AttemptEnd.NOT_STARTED, now, reason=reason)
+    elif order["kind"] == "set_policy":
+        policies.refused(tx, SetPolicy.model_validate(order["body"]), reason.sentence)
     elif order["kind"] == "stop_attempt":
         _stop_refused(tx, order, now)
 

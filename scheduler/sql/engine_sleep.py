@@ -47,6 +47,12 @@ def park(tx: Tx, id_or_name: str, request: ParkRequest, principal: str, key: str
     operation_id = None if loan is None else _same_wish(tx, loan, found, wish)
     if operation_id is None:
         _check_node(node, found)
+        if wish.wake_on_request and found.tells_requests is False:
+            raise Conflict(
+                f"the gate of engine {found.name} does not see requests while it is closed, so none could wake it;"
+                " park it with --no-wake-on-request (wake_on_request: false)",
+                state=found.state.value,
+            )
         group = _group_of(tx, found)
         _check_group(group, found)
         term = ruling_term(tx)

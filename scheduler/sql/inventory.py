@@ -96,6 +96,7 @@ def engine_values(report: EngineChanged) -> dict[str, Any]:
         "reason": as_json(report.reason),
         "policy_version_in_force": report.policy_version,
         "pressure": None if report.pressure is None else report.pressure.model_dump(mode="json"),
+        "tells_requests": report.tells_requests,
         "present": True,
     }
 

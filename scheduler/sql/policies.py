@@ -52,3 +52,10 @@ def put(
     )
     tx.touch("engines", "decide")
     return PolicyRow(found.id, version, policy, locked=False, version_in_force=found.policy_version_in_force)
+
+
+def refused(tx: Tx, order: SetPolicy, sentence: str) -> None:
+    """The agent goes on with the policy that it has: whoever looks at the engine is told why."""
+    why = {"version": order.version, "sentence": sentence}
+    tx.conn.execute(update(engines).where(engines.c.id == order.engine_id).values(policy_refused=why))
+    tx.touch("engines")

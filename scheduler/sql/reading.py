@@ -162,9 +162,19 @@ def _engine_rows(conn: Connection, rows: Iterable[RowMapping]) -> list[EngineRow
             updated_at=row["updated_at"],
             last_wake=row["last_wake"],
             parked=asleep.get(row["id"]),
+            tells_requests=row["tells_requests"],
+            policy_refused=_policy_refused(row),
         )
         for row in rows
     ]
+
+
+def _policy_refused(row: RowMapping) -> str | None:
+    """What was said of an older version, or of one that is in force after all, is over."""
+    refused, version = row["policy_refused"], row["policy_version"]
+    if refused is None or refused["version"] != version or row["policy_version_in_force"] >= version:
+        return None
+    return str(refused["sentence"])
 
 
 def policy(conn: Connection, id_or_name: str) -> PolicyRow:
@@ -172,7 +182,9 @@ def policy(conn: Connection, id_or_name: str) -> PolicyRow:
 
 
 def policy_of(row: EngineRow) -> PolicyRow:
-    return PolicyRow(row.id, row.policy_version, row.policy, row.policy_locked, row.policy_version_in_force)
+    return PolicyRow(
+        row.id, row.policy_version, row.policy, row.policy_locked, row.policy_version_in_force, row.policy_refused
+    )
 
 
 def node_rows(conn: Connection) -> list[NodeRow]:

@@ -7,6 +7,9 @@ import pytest
 
 from lull.agents.protocol.capabilities import Capabilities, ParkPlan
 from lull.agents.protocol.policy import EnginePolicy
+from lull.agents.protocol.wire import OrderAnswer
+from lull.cli.engine import engine_lines
+from lull.cli.engine_policy import policy_lines
 from lull.scheduler.store import Store
 from lull.vmm.tags import RestoreMode
 from tests.wire_node import GIB, WireNode
@@ -141,6 +144,51 @@ async def test_a_policy_is_judged_by_what_the_engine_says_it_can_do(
     assert "VLLM_SERVER_DEV_MODE=1" in alpha.refused
     # Its other terms may be set all the same.
     assert (await http.put("/engines/alpha/policy", json=_policy(restore_modes=pinned, gate="refuse"))).is_success
+
+
+async def test_under_pressure_only_an_engine_sleeps_whose_gate_sees_the_request_that_wakes_it(
+    http: httpx.AsyncClient, node: WireNode
+) -> None:
+    pressed = _policy(on_pressure=True, pressure_free_bytes_min=1)
+    told = node.engine("alpha").engine
+    for tells, status in ((False, 422), (None, 200), (True, 200)):
+        changed = told.model_copy(update={"tells_requests": tells})
+        assert (await node.report(changed.model_dump(mode="json"))).is_success
+        assert (await http.get("/engines/alpha")).json().get("tells_requests") is tells
+        answer = await http.put("/engines/alpha/policy", json=pressed)
+        assert answer.status_code == status, answer.text
+        if status == 422:
+            assert (answer.json()["code"], answer.json()["errors"][0]["field"]) == (
+                "policy_not_honoured",
+                "on_pressure",
+            )
+            assert "does not see requests while it is closed" in answer.json()["detail"]
+            assert (await http.put("/engines/alpha/policy", json=_policy(settle_samples=9))).status_code == 200
+            parked = await http.post("/engines/alpha/park", json={})
+            assert (parked.status_code, "--no-wake-on-request" in parked.json()["detail"]) == (409, True)
+
+
+async def test_a_policy_that_its_agent_refuses_is_said_so_until_it_is_mended(
+    http: httpx.AsyncClient, node: WireNode, store: Store
+) -> None:
+    await http.put("/engines/alpha/policy", json=_policy(settle_samples=7))
+    [order] = await store.orders_after(node.node_id, node.after)
+    why = "restore modes of an attached engine are fixed by whoever started it"
+    refused = OrderAnswer(seq=order.seq, outcome="refused", detail=why)
+    assert (await node.report(refused.model_dump(mode="json"))).is_success
+    shown = (await http.get("/engines/alpha")).json()
+    assert (shown["policy_version"], shown["policy_version_in_force"], shown["policy_refused"]) == (2, 0, why)
+    assert f"policy refused: {why}" in [" ".join(line.split()) for line in engine_lines(shown)]
+    policy = (await http.get("/engines/alpha/policy")).json()
+    assert policy["refused"] == why
+    assert f"# refused by its agent: {why}" in policy_lines(policy)
+    events = (await http.get("/events", params={"follow": 0, "type": "order_refused"})).json()["items"]
+    assert [event["engine_id"] for event in events] == ["node-1-alpha"]
+    in_force = node.engine("alpha").engine.model_copy(update={"policy_version": 2})
+    assert (await node.report(in_force.model_dump(mode="json"))).is_success
+    assert (await http.get("/engines/alpha")).json().get("policy_refused") is None, "it is in force after all"
+    await http.put("/engines/alpha/policy", json=_policy())
+    assert (await http.get("/engines/alpha/policy")).json().get("refused") is None, "another one"
 
 
 async def test_the_restore_modes_of_an_attached_engine_cannot_be_changed(
