@@ -189,6 +189,12 @@ class Daemon:
                     f"engines {missing} of the open loan {row.order.loan_id} are not in the configuration any more:"
                     " put them back until the loan is closed"
                 )
+            gone = [device_id for device_id in row.order.device_ids if device_id not in self.node.devices]
+            if gone:
+                raise ConfigError(
+                    f"devices {gone} of the open loan {row.order.loan_id} are not in the configuration any more:"
+                    " put them back until the loan is closed"
+                )
             loan = Loan(self.node, row, self.keepers)
             keep_closed(loan)
             self.add_loan(loan)

@@ -68,6 +68,7 @@ class EngineBody:
         )
         self._facts_path = directory / "facts.json"
         self.data = read_facts(self._facts_path)
+        self._kept_verified = self.data.get("verified")  # in the file, whatever could not be written since
         self.parks = ParkHistory(
             lambda: self.data,
             lambda parks: self.remember(parks=parks),
@@ -195,10 +196,11 @@ class EngineBody:
         try:
             # All but the golden answers is about processes that a power cut ends as well.
             replace_json(self._facts_path, self.data, flush="golden" in values)
+            self._kept_verified = self.data.get("verified")
         except OSError as error:
             # This agent still knows; the next one finds an engine that is not verified, and proves it again.
             log.error("facts about an engine could not be kept", engine=self.name, error=str(error))
-            if values.get("verified", "") is None:
+            if values.get("verified", "") is None and self._kept_verified is not None:
                 raise  # the old file would call it verified: nothing may be released then
 
     def changed(self) -> EngineChanged:

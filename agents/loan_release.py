@@ -58,16 +58,22 @@ async def drain(loan: Loan) -> None:
         sentence = f"the loan was recalled before anything was released ({loan.recall_reason})"
         loan.take(loan.recall_event(), Reason(code=loan.recall_reason or "Recalled", sentence=sentence))
     except Refused as refused:
-        await _reopen(loan)
-        loan.take(refused.event, refused.reason)
-        wrong = refused.event is LoanEvent.GOLDEN_WRONG
-        loan.node.alert(
-            "critical" if wrong else "warning", "loan_refused", refused.reason.sentence, loan_id=loan.loan_id
-        )
+        await _end_refused(loan, refused)
     except EngineLost as lost:
         loan.take(LoanEvent.ENGINE_LOST, Reason(code="EngineLost", sentence=str(lost)))
+    except ENGINE_TROUBLE as error:
+        await _end_refused(
+            loan, Refused(LoanEvent.PREFLIGHT_REFUSED, "EngineNotReady", f"it cannot be parked: {error}")
+        )
     else:
         loan.take(event)
+
+
+async def _end_refused(loan: Loan, refused: Refused) -> None:
+    await _reopen(loan)
+    loan.take(refused.event, refused.reason)
+    wrong = refused.event is LoanEvent.GOLDEN_WRONG
+    loan.node.alert("critical" if wrong else "warning", "loan_refused", refused.reason.sentence, loan_id=loan.loan_id)
 
 
 async def _drain(loan: Loan) -> LoanEvent:
@@ -231,8 +237,9 @@ async def park(loan: Loan) -> None:
     lost = _first(results, EngineLost)
     refused = _first(results, Refused)
     for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, EngineLost | Refused):
+        if isinstance(result, BaseException) and not isinstance(result, (*ENGINE_TROUBLE, Refused)):
             raise result
+    lost = lost or next((result for result in results if isinstance(result, ENGINE_TROUBLE)), None)
     if lost is not None:
         loan.take(LoanEvent.ENGINE_LOST, Reason(code="EngineLost", sentence=str(lost)))
     elif refused is not None and all(isinstance(result, Refused) for result in results):
@@ -290,7 +297,7 @@ async def _park_engine(loan: Loan, engine: EngineKeeper) -> None:
         seen, said = await ask_to_park(engine, policy, late)
     else:
         said = "the agent that asked it ended before its answer came, and it runs"
-        seen = await parked_or_not(engine, policy, "", late)
+        seen = await parked_or_not(engine, policy, "", late, answered=False)
     if seen.state is EngineState.RUNNING:
         sentence = f"engine {engine.name} did not park: {said or 'it said yes, and runs'}"
         raise Refused(LoanEvent.PARK_REFUSED, "ParkRefused", sentence)

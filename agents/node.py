@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import structlog
+
 from ..vmm.host_memory import available_bytes
 from .device_turns import DeviceTurns
 from .journal import Journal
@@ -22,6 +24,8 @@ from .quarantine import read_quarantine
 from .settings import AgentSettings
 from .spare_runners import SpareRunners
 
+log = structlog.get_logger(__name__)
+
 
 class HostRam:
     """Host bytes promised to backups that are not there yet. What is there shows in MemAvailable by itself."""
@@ -32,9 +36,12 @@ class HostRam:
         self._promised: dict[str, int] = {}
 
     def reserve(self, key: str, need_bytes: int) -> int | None:
-        """Promises ``need_bytes`` to ``key``; returns None, or the bytes there are if they do not suffice."""
+        """Promises ``need_bytes`` to ``key``; returns None, or the bytes there are if they do not suffice.
+
+        What cannot be read is not there.
+        """
         others = sum(value for name, value in self._promised.items() if name != key)
-        have = self._available() - self._reserve_bytes - others
+        have = self._available_bytes() - self._reserve_bytes - others
         if need_bytes > have:
             return max(0, have)
         self._promised[key] = need_bytes
@@ -42,6 +49,13 @@ class HostRam:
 
     def release(self, key: str) -> None:
         self._promised.pop(key, None)
+
+    def _available_bytes(self) -> int:
+        try:
+            return self._available()
+        except (OSError, ValueError) as error:
+            log.error("host memory cannot be looked at", error=str(error))
+            return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,5 +200,9 @@ class Node:
     def disk_is_short(self) -> bool:
         if self.journal.short:
             return True
-        disk = os.statvfs(self.settings.data_dir)
+        try:
+            disk = os.statvfs(self.settings.data_dir)
+        except OSError as error:
+            log.error("the agent's disk cannot be looked at", error=str(error))
+            return True
         return disk.f_bavail * disk.f_frsize < self.settings.journal_reserve_bytes

@@ -39,6 +39,7 @@ class NodeProbe:
         cuda = {device.device_id: (device.capacity_bytes, device.reserve_bytes) for device in devices if device.is_cuda}
         capacities = {device.device_id: device.capacity_bytes for device in host}
         reserves = {device.device_id: device.reserve_bytes for device in host if device.unified}
+        self._host_ids = list(capacities)
         self._host = HostMemoryProbe(capacities, reserves, available) if host else None
         self._nvml = (
             BoundedProbe(NvmlProbe(cuda, partial(Nvml, available)).read, list(cuda), seconds_max) if cuda else None
@@ -48,8 +49,16 @@ class NodeProbe:
         """Blocks: some milliseconds, at most ``seconds_max`` where the driver hangs."""
         facts = Facts({}) if self._nvml is None else self._nvml.look()
         if self._host is not None:
-            facts.update(self._host.look())
+            try:
+                facts.update(self._host.look())
+            except (OSError, ValueError) as error:
+                facts.absent.update({device_id: _unreadable(device_id, error) for device_id in self._host_ids})
         return facts
+
+
+def _unreadable(device_id: str, error: Exception) -> Reason:
+    sentence = f"{device_id}: /proc cannot be read ({error}), so nobody can say who holds what of this device"
+    return Reason(code=UNREADABLE, sentence=sentence)
 
 
 class Absences:

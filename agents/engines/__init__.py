@@ -57,4 +57,4 @@ def make_adapter(settings: EngineSettings, ledger: Ledger, outside: EngineOutsid
         case "command":
             from .command import CommandAdapter
 
-            return CommandAdapter(settings, outside)
+            return CommandAdapter(settings, ledger, outside)

@@ -7,7 +7,7 @@ a call that was sent and got no answer raises EngineTimedOut, and the caller loo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..protocol.capabilities import Capabilities
 from ..protocol.policy import CanaryPolicy, EnginePolicy
@@ -89,3 +89,13 @@ class EngineAdapter(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+@runtime_checkable
+class ParksUnseen(Protocol):
+    """An adapter whose engine may say `running` while a park call is still at work on it. With every other one, a call
+    that was taken shows in the next look."""
+
+    def may_park_yet(self) -> bool:
+        """Whether the last park call, whose answer nobody has seen, may still be at work."""
+        ...

@@ -14,25 +14,37 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+import structlog
 
 from ..errors import AgentError, EngineRefused, EngineTimedOut, EngineUnreachable
+from ..processes import boot_id, identity, is_same
 from ..protocol.capabilities import KV_CACHE, MODEL_WEIGHTS, Capabilities
 from ..protocol.other_engines import COMMAND
 from ..protocol.policy import CanaryPolicy, EnginePolicy
-from ..protocol.wire import EngineState
+from ..protocol.wire import EngineState, ProcessIdentity
 from ..settings import EngineSettings
 from .base import Answer, Observation
 from .completion import ask_completion
 from .http_call import bearer, call
+from .ledger import Ledger
 from .outside import EngineOutside
+
+log = structlog.get_logger(__name__)
 
 _STATUS_SECONDS: Final = 10.0
 _OUTPUT_BYTES_MAX: Final = 64 << 10
 _WORDS_MAX: Final = 500
 _KILLED_SECONDS_MAX: Final = 5.0  # to be gone after SIGKILL
+
+# What the ledger's `state` says. Nothing in it: no command of ours is at work on the engine.
+PARKING: Final = "parking"  # its command runs, or is about to be started, or has ended by itself
+PARK_KILLED: Final = "park_killed"
+WAKING: Final = "waking"
+WAKE_KILLED: Final = "wake_killed"
 
 DONE: Final = 0
 PARKED: Final = 10
@@ -54,9 +66,13 @@ class Ended:
 
 
 class CommandAdapter:
-    def __init__(self, settings: EngineSettings, outside: EngineOutside) -> None:
+    """``ledger``: which command is at work on the engine; it is of the node's boot, not of a process of the engine."""
+
+    def __init__(self, settings: EngineSettings, ledger: Ledger, outside: EngineOutside) -> None:
         self._settings = settings
         self._base_url = settings.url.rstrip("/")
+        self._ledger = ledger
+        self._ledger.incarnation = boot_id
         self._outside = outside
         self._unkillable: asyncio.subprocess.Process | None = None  # or on its way to its end
 
@@ -77,6 +93,9 @@ class CommandAdapter:
         return COMMAND
 
     async def observe(self) -> Observation:
+        at_work = self._at_work()
+        if at_work is not None:  # of an agent that died: what the engine says meanwhile may not last
+            return at_work
         try:
             ended = await self._run(self._settings.observe_command, (), self._settings.observe_seconds_max)
         except AgentError as error:
@@ -88,10 +107,52 @@ class CommandAdapter:
         return Observation(state, (KV_CACHE, MODEL_WEIGHTS) if state is EngineState.PARKED else (), detail=ended.words)
 
     async def park(self, policy: EnginePolicy, seconds_max: float) -> None:
-        _judge("park", await self._run(self._settings.park_command, sorted(policy.restore_modes), seconds_max))
+        _judge("park", await self._change(self._settings.park_command, policy, seconds_max, PARKING, PARK_KILLED))
 
     async def resume(self, policy: EnginePolicy, seconds_max: float) -> None:
-        _judge("resume", await self._run(self._settings.resume_command, sorted(policy.restore_modes), seconds_max))
+        _judge("resume", await self._change(self._settings.resume_command, policy, seconds_max, WAKING, WAKE_KILLED))
+
+    def may_park_yet(self) -> bool:
+        """Until its command has ended by itself: what one that was killed had begun elsewhere may go on."""
+        told = self._ledger.read()
+        return told.get("state") == PARK_KILLED or (told.get("state") == PARKING and not told.get("processes"))
+
+    def _at_work(self) -> Observation | None:
+        """Changing, while a command that an earlier agent has begun lives."""
+        told = self._ledger.read()
+        state = {PARKING: EngineState.PARKING, WAKING: EngineState.WAKING}.get(told.get("state", ""))
+        for process in [ProcessIdentity.model_validate(one) for one in told.get("processes") or ()]:
+            if state is not None and is_same(process):
+                return Observation(state, detail=f"the command that does it still runs: process {process.pid}")
+        return None
+
+    async def _change(
+        self, argv: Sequence[str] | None, policy: EnginePolicy, seconds_max: float, state: str, killed: str
+    ) -> Ended:
+        """Runs a command that changes the engine. That it begins, as which process, and its end are in the ledger."""
+        self._ledger.intend(state=state, processes=[])
+
+        def begun(pid: int) -> None:
+            process = identity(pid)
+            self._note(processes=[] if process is None else [process.model_dump()])
+
+        try:
+            ended = await self._run(argv, sorted(policy.restore_modes), seconds_max, begun)
+        except EngineUnreachable:  # it was not started
+            self._note(state=None, processes=[])
+            raise
+        except BaseException:
+            self._note(state=killed)
+            raise
+        self._note(state=None, processes=[])
+        return ended
+
+    def _note(self, **values: Any) -> None:
+        """Where it cannot be written the intent stands: then nobody knows whether the command is at work."""
+        try:
+            self._ledger.write(**values)
+        except OSError as error:
+            log.error("the ledger of an engine could not be written", engine=self._settings.name, error=str(error))
 
     async def after_resume(self, policy: EnginePolicy, seconds_max: float) -> None:
         """The operator's resume command does all that is to be done."""
@@ -101,7 +162,13 @@ class CommandAdapter:
             self._base_url, self._settings.models[0], canary, bearer(self._settings.api_key_file)
         )
 
-    async def _run(self, argv: Sequence[str] | None, tags: Sequence[str], seconds_max: float) -> Ended:
+    async def _run(
+        self,
+        argv: Sequence[str] | None,
+        tags: Sequence[str],
+        seconds_max: float,
+        on_begin: Callable[[int], None] = lambda pid: None,
+    ) -> Ended:
         """Raises EngineUnreachable if it cannot be started, EngineTimedOut at its bound, where it is killed."""
         assert argv is not None, "settings refuse this kind without its commands"
         if (left := self._unkillable) is not None and left.returncode is None:
@@ -125,6 +192,7 @@ class CommandAdapter:
         loop.add_reader(reading, output.read)
         try:
             process = await _start(argv, environment, writing)
+            on_begin(process.pid)
             code = await self._end_of(process, argv[0], seconds_max)
             output.read()
         finally:

@@ -88,6 +88,10 @@ class LlamaServerAdapter:
         await self._post("/models/unload", seconds_max)
         await self._until("unloaded", deadline)
 
+    def may_park_yet(self) -> bool:
+        """The unload is answered before it is done, and the model is listed as loaded until then."""
+        return True
+
     async def resume(self, policy: EnginePolicy, seconds_max: float) -> None:
         del policy
         deadline = asyncio.get_running_loop().time() + seconds_max

@@ -78,6 +78,10 @@ class OllamaAdapter:
                 raise EngineRefused(200, f"the model is still listed by /api/ps {_STOPPING_SECONDS_MAX:.0f} s later")
             await asyncio.sleep(_POLL_SECONDS)
 
+    def may_park_yet(self) -> bool:
+        """A model that is being unloaded is listed as one that is not."""
+        return True
+
     async def resume(self, policy: EnginePolicy, seconds_max: float) -> None:
         del policy
         await self._generate({"keep_alive": _KEEP}, seconds_max)

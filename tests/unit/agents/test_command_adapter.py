@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from lull.agents.engine_process import EngineProcess
 from lull.agents.engines import command
 from lull.agents.engines.command import CommandAdapter
+from lull.agents.engines.ledger import Ledger
 from lull.agents.errors import EngineRefused, EngineTimedOut, EngineUnreachable
 from lull.agents.processes import identity
 from lull.agents.protocol.policy import EnginePolicy
@@ -26,6 +28,13 @@ from lull.agents.protocol.wire import EngineState
 from lull.agents.settings import EngineSettings
 from tests.tracing import held_at_its_end
 from tests.waiting import wait_until_async
+
+LEDGERS = Path("/nowhere")
+
+
+@pytest.fixture(autouse=True)
+def ledgers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "LEDGERS", tmp_path_factory.mktemp("ledgers"))
 
 
 class Outside:
@@ -39,8 +48,8 @@ class Outside:
         return {}
 
 
-def adapter(**fields: Any) -> CommandAdapter:
-    """`true` for each command that is not given."""
+def adapter(ledger: Path | None = None, **fields: Any) -> CommandAdapter:
+    """`true` for each command that is not given. Without a ``ledger`` it has one of its own."""
     settings = {
         "name": "alpha",
         "kind": "command",
@@ -52,7 +61,9 @@ def adapter(**fields: Any) -> CommandAdapter:
         "observe_command": ["true"],
         **fields,
     }
-    return CommandAdapter(EngineSettings.model_validate(settings), Outside())
+    if ledger is None:
+        ledger = LEDGERS / f"{uuid.uuid4()}.json"
+    return CommandAdapter(EngineSettings.model_validate(settings), Ledger(ledger), Outside())
 
 
 def sh(text: str) -> list[str]:
@@ -185,7 +196,7 @@ async def test_an_agent_without_descriptors_says_nothing_about_the_engine() -> N
     one = adapter()
     with no_more_descriptors():
         seen = await one.observe()
-        with pytest.raises(EngineUnreachable, match="Too many open files"):
+        with pytest.raises((EngineUnreachable, EngineRefused), match="Too many open files"):
             await one.park(EnginePolicy(), 5)
     assert (seen.state, seen.is_our_fault) == (EngineState.UNREACHABLE, True)
     assert (await one.observe()).state is EngineState.RUNNING
@@ -195,8 +206,10 @@ BECOMES_ROOT = "#include <unistd.h>\nint main(void) { return setresuid(0, 0, 0) 
 AS_NOBODY = """
 import asyncio, os, sys
 from lull.agents.engines import command
+from lull.agents.processes import boot_id
 from tests.unit.agents.test_command_adapter import adapter
 command._KILLED_SECONDS_MAX = 0.2
+boot_id()  # as an agent knows it from its start on
 asyncio.run(adapter().observe())  # what Python loads late, it loads now: nobody may not read where it lies
 os.setgid(65534)
 os.setuid(65534)
@@ -221,3 +234,46 @@ def test_a_command_that_became_root_is_let_be() -> None:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
     assert done.stdout.startswith("unreachable "), done.stderr
     assert "cannot be killed" in done.stdout
+
+
+async def test_a_command_that_outlives_its_agent_is_seen_by_the_next_one(tmp_path: Path) -> None:
+    """The script is killed with the process that runs it here; what an agent killed by SIGKILL leaves is its ledger."""
+    ledger, pipe = tmp_path / "ledger.json", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    first = asyncio.create_task(adapter(ledger, park_command=sh(f"read line < {pipe}")).park(EnginePolicy(), 60))
+    await wait_until_async(lambda: '"pid"' in (ledger.read_text() if ledger.exists() else ""), 10, "the command begins")
+    next_one = adapter(ledger)
+    seen = await next_one.observe()
+    assert seen.state is EngineState.PARKING
+    assert "still runs: process" in seen.detail
+    left = tmp_path / "left.json"
+    shutil.copy(ledger, left)
+    pipe.write_text("go on\n")
+    await first
+    after = adapter(left)  # it ended by itself, and nobody saw with what code
+    assert (await after.observe()).state is EngineState.RUNNING
+    assert not after.may_park_yet()
+
+
+async def test_a_wake_that_outlives_its_agent_is_not_begun_twice(tmp_path: Path) -> None:
+    ledger, pipe = tmp_path / "ledger.json", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    first = asyncio.create_task(adapter(ledger, resume_command=sh(f"read line < {pipe}")).resume(EnginePolicy(), 60))
+    await wait_until_async(lambda: '"pid"' in (ledger.read_text() if ledger.exists() else ""), 10, "the command begins")
+    assert (await adapter(ledger, observe_command=sh("exit 10")).observe()).state is EngineState.WAKING
+    pipe.write_text("go on\n")
+    await first
+    assert (await adapter(ledger, observe_command=sh("exit 10")).observe()).state is EngineState.PARKED
+
+
+async def test_what_a_killed_park_command_began_may_go_on(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.json"
+    with pytest.raises(EngineTimedOut):
+        await adapter(ledger, park_command=["sleep", "60"]).park(EnginePolicy(), 0.1)
+    assert adapter(ledger).may_park_yet()
+    with pytest.raises(EngineTimedOut):
+        await adapter(ledger, park_command=["false"]).park(EnginePolicy(), 5)
+    assert not adapter(ledger).may_park_yet(), "it ended by itself"
+    with pytest.raises(EngineUnreachable):
+        await adapter(ledger, park_command=["/nowhere/park"]).park(EnginePolicy(), 5)
+    assert not adapter(ledger).may_park_yet()
