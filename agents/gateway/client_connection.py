@@ -13,7 +13,7 @@ import struct
 import time
 from typing import TYPE_CHECKING, Final
 
-from .admission import Admission, Outcome, Ticket, TicketState
+from .admission import Admission, Outcome, Refusal, Ticket, TicketState
 from .exchange import Exchange
 from .filtering import Asked, read_body
 from .heads import AnswerHead
@@ -38,7 +38,7 @@ _ADMITTED: Final = TicketState.ADMITTED
 
 
 class ClientConnection(RequestConnection):
-    _paused = False  # the client does not take what is written
+    _held = False  # counts among those that wait for a closed gate
 
     def __init__(self, relay: Relay) -> None:
         super().__init__(relay)
@@ -64,9 +64,12 @@ class ClientConnection(RequestConnection):
         self._paused = False
         if self._exchange is not None:
             self._exchange.resume()
+        elif self._state is State.HEAD:
+            self._until(self._limits.idle_seconds_max)
+            self._go_on()
 
     def _give_up(self) -> None:
-        self._hang_up(Outcome.DISCONNECTED, self._limits.silence_seconds_max)
+        self._hang_up(Outcome.DISCONNECTED, self._limits.silence_seconds_max, of_silence=True)
 
     def _overdue(self) -> None:
         assert self._route is not None
@@ -87,9 +90,27 @@ class ClientConnection(RequestConnection):
         if ticket.state is _ADMITTED:
             self._go()
         elif ticket.state is TicketState.HELD:
-            self._wait_on()
+            self._hold(ticket)
         else:
             self._fail(self._relay.refused(ticket, time.monotonic()))
+
+    def _hold(self, ticket: Ticket) -> None:
+        """The gate would have the request wait; the gateway may have to refuse it all the same."""
+        relay = self._relay
+        if relay.stopping:  # nobody will open the gate
+            ticket.gate.refuse_arrival(ticket, Refusal.STOPPING)
+            self._fail(relay.refused(ticket, time.monotonic()))
+        elif not ticket.gate.is_open and not relay.has_room_to_hold(self._reserved_bytes):
+            ticket.gate.refuse_arrival(ticket, Refusal.HOLD_FULL)
+            self._fail(relay.not_held(ticket, time.monotonic()))
+        else:
+            relay.hold(self._reserved_bytes)
+            self._held = True
+            self._wait_on()
+
+    def _release(self) -> None:
+        self._held = False
+        self._relay.release(self._reserved_bytes)
 
     def _on_change(self) -> None:
         assert self._ticket is not None
@@ -102,7 +123,11 @@ class ClientConnection(RequestConnection):
         if self._hold_timer is not None:
             self._hold_timer.cancel()
             self._hold_timer = None
-        if ticket.state is _ADMITTED:
+        if self._held:
+            self._release()
+        if self._reading_paused and self._has_left():
+            self._transport.abort()
+        elif ticket.state is _ADMITTED:
             self._go()
         elif ticket.state is TicketState.REFUSED:
             self._fail(self._relay.refused(ticket, time.monotonic()))
@@ -195,6 +220,11 @@ class ClientConnection(RequestConnection):
         self._exchange = None
         self._fail(self._relay.lost(self._route, text))
 
+    def on_broken(self, text: str) -> None:
+        assert self._route is not None
+        self._hang_up(Outcome.FAILED, self._limits.abort_seconds_max)
+        self._fail(self._relay.lost(self._route, text))
+
     def on_not_sent(self, text: str) -> None:
         """Nothing left the gateway, so a sibling that is open may have the request."""
         ticket, route, now = self._ticket, self._route, time.monotonic()
@@ -256,13 +286,14 @@ class ClientConnection(RequestConnection):
 
     # ---- ends -----------------------------------------------------------------------------------------------------
 
-    def _hang_up(self, outcome: Outcome, seconds_max: float) -> None:
-        """Gives up what may be at the engine, or what waits."""
+    def _hang_up(self, outcome: Outcome, seconds_max: float, *, of_silence: bool = False) -> None:
+        """Gives up what may be at the engine, or what waits. For the times see Exchange.hang_up."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            exchange.hang_up(outcome, seconds_max)
+            exchange.hang_up(outcome, seconds_max, of_silence=of_silence)
             if not exchange.is_over:
-                self._relay.linger(exchange)
+                self._relay.linger(exchange, self._reserved_bytes)
+                self._counted, self._reserved_bytes = False, 0
         elif self._ticket is not None:
             self._ticket.gate.finish(self._ticket, time.monotonic(), outcome)
 
@@ -298,6 +329,8 @@ class ClientConnection(RequestConnection):
         if self._hold_timer is not None:
             self._hold_timer.cancel()
             self._hold_timer = None
+        if self._held:
+            self._release()
         self._ticket = self._tried = self._exchange = self._refusal = None
         self._begun = self._started = self._reframe = False
         super()._end_request()

@@ -20,10 +20,16 @@ def gateway(
     log_file: Annotated[Path | None, typer.Option(help="Kept below 16 MiB. Default: standard error.")] = None,
     body_bytes_max: Annotated[int, typer.Option(min=1, help="Longest request body.")] = _DEFAULT.body_bytes_max,
     buffered_bytes_max: Annotated[
-        int, typer.Option(min=1, help="Bodies of all waiting requests together.")
+        int, typer.Option(min=1, help="Bodies of all requests together; of those that closed gates hold, half.")
     ] = _DEFAULT.buffered_bytes_max,
+    requests_max: Annotated[
+        int, typer.Option(min=1, help="Requests at once; those that closed gates hold, half.")
+    ] = _DEFAULT.requests_max,
+    connections_max: Annotated[
+        int, typer.Option(min=1, help="Clients at once; fewer where the file limit leaves no room.")
+    ] = _DEFAULT.connections_max,
     silence_seconds_max: Annotated[
-        float, typer.Option(min=0.1, help="Longest time without a byte from the engine.")
+        float, typer.Option(min=0.1, help="Longest time without a byte from the engine, client there or gone.")
     ] = _DEFAULT.silence_seconds_max,
     keepalive_seconds: Annotated[
         float, typer.Option(min=0.05, help="Between comments to streaming clients that wait.")
@@ -46,6 +52,8 @@ def gateway(
     limits = Limits(
         body_bytes_max=body_bytes_max,
         buffered_bytes_max=buffered_bytes_max,
+        requests_max=requests_max,
+        connections_max=connections_max,
         silence_seconds_max=silence_seconds_max,
         keepalive_seconds=keepalive_seconds,
         stop_seconds_max=stop_seconds_max,

@@ -32,13 +32,19 @@ class Asker(Protocol):
     def on_piece(self, piece: bytes, complete: bool) -> None: ...
 
     def on_lost(self, text: str) -> None:
-        """The connection is gone, or what came on it was no answer."""
+        """The connection is gone."""
+        ...
+
+    def on_broken(self, text: str) -> None:
+        """What came is no answer. The connection is shut, and nothing but its loss is told any more."""
         ...
 
 
 class EngineConnection(asyncio.Protocol):
     _paused = False
     _shut = False
+    _broken: Asker | None = None  # whose answer was none; what still comes is thrown away
+    _unsent = False  # much of the request is not taken yet
     _memo: Memo[AnswerHead] | None = None  # of answers with a length, after which the connection is kept
 
     def __init__(self, pool: Pool) -> None:
@@ -66,7 +72,8 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._asker is None:
-            self.close()  # nobody asked
+            if self._broken is None:
+                self.close()  # nobody asked
             return
         try:
             if self._head is None:
@@ -90,9 +97,15 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
-        asker, self._asker = self._asker, None
+        asker, self._asker, self._broken = self._asker or self._broken, None, None
         if asker is not None:
             asker.on_lost(str(exc) if exc is not None else "the engine closed the connection")
+
+    def pause_writing(self) -> None:
+        self._unsent = True
+
+    def resume_writing(self) -> None:
+        self._unsent = False
 
     # ---- what pool and exchange call ----------------------------------------------------------------------------
 
@@ -128,10 +141,14 @@ class EngineConnection(asyncio.Protocol):
             self._transport.write_eof()
 
     def close(self) -> None:
-        self._transport.close()
+        """At once, too, if the engine does not take what was sent: it would be kept here for as long."""
+        if self._transport.get_write_buffer_size():
+            self._transport.abort()
+        else:
+            self._transport.close()
 
     def abort(self) -> None:
-        self._asker = None
+        self._asker = self._broken = None
         self._transport.abort()
 
     # ---- reading ------------------------------------------------------------------------------------------------
@@ -229,19 +246,22 @@ class EngineConnection(asyncio.Protocol):
         assert asker is not None
         if self._complete:
             self._asker = None
-            if self._keep and not self._excess and not self._shut and not self._transport.is_closing():
+            free = self._keep and not self._excess and not self._shut and not self._unsent
+            if free and not self._transport.is_closing():
                 if self._paused:
                     self.resume_reading()
                 self._pool.give_back(self)
             else:
-                self._transport.close()
+                self.close()
         return asker
 
     def _break(self, text: str) -> None:
+        """The engine may be at it still: only its closing proves that it is not."""
         asker, self._asker = self._asker, None
-        self._transport.abort()
-        if asker is not None:
-            asker.on_lost(text)
+        assert asker is not None
+        self._broken = asker
+        self.shut()
+        asker.on_broken(text)
 
 
 class Pool:

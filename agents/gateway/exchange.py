@@ -33,6 +33,10 @@ class Client(Protocol):
         """The connection broke after bytes may have reached the engine; the exchange is over."""
         ...
 
+    def on_broken(self, text: str) -> None:
+        """What came is no answer, and the engine may be at it still; who gets the answer hangs up."""
+        ...
+
     def on_not_sent(self, text: str) -> None:
         """No byte of the request left the gateway; the exchange is over, its ticket is not."""
         ...
@@ -52,6 +56,7 @@ class Exchange:
     _over = False
     sent = False
     lingers = False
+    _heard_at = 0.0  # by time.monotonic, while it lingers
     on_over: Callable[[Exchange], None] | None = None
 
     def __init__(self, ticket: Ticket, pool: Pool, live: set[Exchange]) -> None:
@@ -116,6 +121,8 @@ class Exchange:
             self._connection = None  # it may be another request's by now
         if self._client is not None:
             self._client.on_head(head, raw, piece, complete)
+        else:
+            self._heard_at = time.monotonic()
         if complete:
             self._finish(Outcome.ANSWERED)
 
@@ -124,6 +131,8 @@ class Exchange:
             self._connection = None  # it may be another request's by now
         if self._client is not None:
             self._client.on_piece(piece, complete)
+        else:
+            self._heard_at = time.monotonic()
         if complete:
             self._finish(Outcome.ANSWERED)
 
@@ -132,6 +141,10 @@ class Exchange:
         self._finish(Outcome.FAILED)
         if client is not None:
             client.on_lost(text)
+
+    def on_broken(self, text: str) -> None:
+        if self._client is not None:
+            self._client.on_broken(text)
 
     # ---- what the client's side calls -----------------------------------------------------------------------------
 
@@ -151,8 +164,9 @@ class Exchange:
         elif self._client is not None:
             self._client.on_aborted()
 
-    def hang_up(self, outcome: Outcome, seconds_max: float) -> None:
-        """Gives the exchange up. It stays in flight until the engine closes its side, at most ``seconds_max``."""
+    def hang_up(self, outcome: Outcome, seconds_max: float, *, of_silence: bool = False) -> None:
+        """Gives the exchange up. It stays in flight until the engine closes its side, at most ``seconds_max`` in all,
+        or ``of_silence``."""
         self._client = None
         if self._over:
             return
@@ -161,8 +175,21 @@ class Exchange:
             return
         self._ticket.gate.settle(self._ticket, outcome)
         self.lingers = True
-        self._timer = asyncio.get_running_loop().call_later(seconds_max, self.cut)
+        self._heard_at = time.monotonic()
+        self._cancel_timer()
+        loop = asyncio.get_running_loop()
+        if of_silence:
+            self._timer = loop.call_later(seconds_max, self._on_silence, seconds_max)
+        else:
+            self._timer = loop.call_later(seconds_max, self.cut)
         self._connection.shut()
+
+    def _on_silence(self, seconds_max: float) -> None:
+        left = self._heard_at + seconds_max - time.monotonic()
+        if left > 0:
+            self._timer = asyncio.get_running_loop().call_later(left, self._on_silence, seconds_max)
+        else:
+            self.cut()
 
     def cut(self) -> None:
         """Ends a lingering exchange now; the engine may still be at it."""

@@ -110,8 +110,12 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
-        self.routes = RouteTable(settings.state_dir, settings.limits, reuse_connections=settings.reuse_connections)
-        self.relay = Relay(self.routes, settings.limits)
+        files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limits = settings.limits
+        if files_max != resource.RLIM_INFINITY:
+            limits = limits.within_files(files_max)
+        self.routes = RouteTable(settings.state_dir, limits, reuse_connections=settings.reuse_connections)
+        self.relay = Relay(self.routes, limits)
         self._control: Control | None = None
         self._control_runner: web.AppRunner | None = None
         self._control_socket: ControlSocket | None = None
@@ -183,8 +187,9 @@ class Gateway:
         finally:
             hurried.cancel()
             ended.cancel()
-        if self.relay.requests:
-            _log.warning("stopping with %d requests in flight", self.relay.requests)
+        if self.relay.requests or self.relay.connections:
+            left = (self.relay.requests, len(self.relay.connections))
+            _log.warning("stopping with %d requests in flight and %d clients connected", *left)
         for route in self.routes:
             route.cut()
 

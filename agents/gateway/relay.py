@@ -37,28 +37,38 @@ class Relay:
         self.routes = routes
         self.limits = limits
         self.loop = asyncio.get_running_loop()
-        self.requests = 0  # that are being handled now, held ones included
+        self.requests = 0  # that are being handled now, held and lingering ones included
         self.connections: set[RequestConnection] = set()
-        self.lingering: set[Exchange] = set()
+        self.lingering: dict[Exchange, int] = {}  # with the bytes that are reserved for each
         self.stopping = False
         self._buffered_bytes = 0
+        self._held_requests = self._held_bytes = 0
         self._empty = asyncio.Event()
 
     def protocol(self) -> ClientConnection:
         return ClientConnection(self)
+
+    # ---- connections ----------------------------------------------------------------------------------------------
+
+    def connect(self, connection: RequestConnection) -> None:
+        """Counts one more client. Raises Problem if there are too many: files have to be left for everything else."""
+        if self.stopping:  # accepted right before
+            raise _stopping()
+        if len(self.connections) >= self.limits.connections_max:
+            raise _full(f"{self.limits.connections_max} clients are connected already.")
+        self.connections.add(connection)
+
+    def disconnect(self, connection: RequestConnection) -> None:
+        self.connections.discard(connection)
+        if self.stopping:
+            self._wake_if_empty()
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
         """Counts one more request. Raises Problem if it may not come in."""
         if self.stopping:
-            raise Problem(
-                503,
-                Refusal.STOPPING.value,
-                _REFUSAL_TEXT[Refusal.STOPPING],
-                retry_after_seconds=RETRY_AFTER_SECONDS_DEFAULT,
-                close=True,
-            )
+            raise _stopping()
         if self.requests >= self.limits.requests_max:
             raise _full(f"{self.limits.requests_max} requests are here already.")
         self.requests += 1
@@ -66,7 +76,7 @@ class Relay:
     def leave(self, reserved_bytes: int) -> None:
         self.requests -= 1
         self._buffered_bytes -= reserved_bytes
-        if self.stopping and not self.requests:
+        if self.stopping:
             self._wake_if_empty()
 
     def reserve(self, count: int) -> None:
@@ -75,14 +85,27 @@ class Relay:
             raise _full(f"The requests that wait here hold {self.limits.buffered_bytes_max} bytes already.")
         self._buffered_bytes += count
 
-    def linger(self, exchange: Exchange) -> None:
-        """An engine may still be at it though its client is gone."""
-        self.lingering.add(exchange)
+    def has_room_to_hold(self, count: int) -> bool:
+        """Whether one more request with a body of so many bytes may wait for a gate that is closed."""
+        limits = self.limits
+        return self._held_requests < limits.held_requests_max and self._held_bytes + count <= limits.held_bytes_max
+
+    def hold(self, count: int) -> None:
+        self._held_requests += 1
+        self._held_bytes += count
+
+    def release(self, count: int) -> None:
+        self._held_requests -= 1
+        self._held_bytes -= count
+
+    def linger(self, exchange: Exchange, reserved_bytes: int) -> None:
+        """An engine may still be at it though its client is gone: till then it counts, and so does its body, which may
+        not have left yet."""
+        self.lingering[exchange] = reserved_bytes
         exchange.on_over = self._lingered
 
     def _lingered(self, exchange: Exchange) -> None:
-        self.lingering.discard(exchange)
-        self._wake_if_empty()
+        self.leave(self.lingering.pop(exchange))
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
@@ -97,13 +120,14 @@ class Relay:
             connection.abort()
 
     async def wait_empty(self) -> None:
-        """Returns when no request is being handled and no engine holds one of a client that is gone."""
-        while self.requests or self.lingering:
+        """Returns when no request is being handled, no engine holds one of a client that is gone, and every client has
+        taken what was answered."""
+        while self.requests or self.connections:
             self._empty.clear()
             await self._empty.wait()
 
     def _wake_if_empty(self) -> None:
-        if not self.requests and not self.lingering:
+        if not self.requests and not self.connections:
             self._empty.set()
 
     # ---- what the gateway answers by itself -------------------------------------------------------------------------
@@ -128,14 +152,23 @@ class Relay:
 
     # ---- problems -------------------------------------------------------------------------------------------------
 
-    def refused(self, ticket: Ticket, now: float) -> Problem:
+    def refused(self, ticket: Ticket, now: float, text: str = "") -> Problem:
         assert ticket.refusal is not None
         if ticket.refusal is Refusal.STOPPING:
             retry_after_seconds = RETRY_AFTER_SECONDS_DEFAULT
         else:
             retry_after_seconds = ticket.siblings.retry_after_seconds(ticket.gate, now)
-        text = _REFUSAL_TEXT[ticket.refusal]
+        text = text or _REFUSAL_TEXT[ticket.refusal]
         return Problem(503, ticket.refusal.value, text, retry_after_seconds=retry_after_seconds)
+
+    def not_held(self, ticket: Ticket, now: float) -> Problem:
+        """A gate would have held it, but the gateway may not."""
+        limits = self.limits
+        text = (
+            f"The engine takes no requests now, and of those that wait for closed gates this gateway keeps at most"
+            f" {limits.held_requests_max} with {limits.held_bytes_max} bytes."
+        )
+        return self.refused(ticket, now, text)
 
     def aborted(self, ticket: Ticket, route: Route, now: float) -> Problem:
         problem = Problem(
@@ -165,6 +198,11 @@ class Relay:
 def _logged(route: Route, problem: Problem, text: str) -> Problem:
     _log.warning("engine %s: %s: %s: %s", route.engine_id, problem.code, problem.detail, text)
     return problem
+
+
+def _stopping() -> Problem:
+    code, text = Refusal.STOPPING.value, _REFUSAL_TEXT[Refusal.STOPPING]
+    return Problem(503, code, text, retry_after_seconds=RETRY_AFTER_SECONDS_DEFAULT, close=True)
 
 
 def _full(detail: str) -> Problem:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import select
 from abc import ABC, abstractmethod
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 # Of requests that a client sends before the one in work is answered; more is read when that one is over.
 _PIPELINED_BYTES_MAX: Final = 64 * 1024
 _LINGERING_SECONDS: Final = 2.0  # for a client to stop sending a body that was refused
+_LOOK_SECONDS: Final = 1.0  # between looks whether a client that is not read from is still there
 _LINE_END: Final = b"\r\n"
 _EXACT_TARGETS: Final = {path.encode(): path for path in INFERENCE_PATHS}
 
@@ -41,7 +43,9 @@ _HEAD, _BODY, _BUSY, _ENDING = State.HEAD, State.BODY, State.BUSY, State.ENDING
 
 
 class RequestConnection(asyncio.Protocol, ABC):
+    _paused = False  # the client does not take what is written
     _reading_paused = False
+    _looking: asyncio.TimerHandle | None = None
     _memo: Memo[RequestHead] | None = None  # of requests that go straight on to the gate
     _timer: asyncio.TimerHandle | None = None
 
@@ -79,7 +83,11 @@ class RequestConnection(asyncio.Protocol, ABC):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._relay.connections.add(self)
+        try:
+            self._relay.connect(self)
+        except Problem as problem:
+            self._answer_problem(problem)
+            return
         self._until(self._limits.idle_seconds_max)
 
     def data_received(self, data: bytes) -> None:
@@ -95,14 +103,14 @@ class RequestConnection(asyncio.Protocol, ABC):
             self._take(data)
         elif state is _BUSY:
             self._buffer += data
-            if len(self._buffer) > _PIPELINED_BYTES_MAX and not self._reading_paused:
-                self._reading_paused = True
-                self._transport.pause_reading()
+            if len(self._buffer) > _PIPELINED_BYTES_MAX:
+                self._stop_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._relay.connections.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
+        self._relay.disconnect(self)
+        for timer in (self._timer, self._looking):
+            if timer is not None:
+                timer.cancel()
         self._give_up()
         self._end_request()
         self._state = _ENDING
@@ -124,7 +132,7 @@ class RequestConnection(asyncio.Protocol, ABC):
             if left < math.inf:
                 self._until(left)
         elif self._state is _HEAD:
-            self._transport.close()
+            self._end_idle()
         elif self._state is _BODY:
             detail = f"The body took longer than {self._limits.body_seconds_max:g} s."
             self._answer_problem(Problem(408, "body_too_slow", detail, close=True))
@@ -138,6 +146,9 @@ class RequestConnection(asyncio.Protocol, ABC):
     def _take(self, data: bytes) -> None:
         while data:
             if self._state is _HEAD:
+                if self._paused:
+                    self._buffer = data
+                    return
                 data = self._take_head(data)
             elif self._state is _BODY:
                 data = self._take_body(data)
@@ -145,6 +156,43 @@ class RequestConnection(asyncio.Protocol, ABC):
                 if self._state is _BUSY:
                     self._buffer = data
                 return
+
+    def _stop_reading(self) -> None:
+        """Until ``_go_on``: more than enough is here. The end of the connection is not told meanwhile, so it is looked
+        for."""
+        if not self._reading_paused:
+            self._reading_paused = True
+            self._transport.pause_reading()
+            if self._looking is None:
+                self._looking = self._loop.call_later(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        if not self._reading_paused or self._state is _ENDING:
+            return
+        if not self._has_left():
+            self._looking = self._loop.call_later(_LOOK_SECONDS, self._look)
+        elif self._state is _HEAD:
+            self._end_idle()
+        else:
+            self._transport.abort()
+
+    def _has_left(self) -> bool:
+        """Whether the client has shut its side down, behind whatever was not read."""
+        if self._transport.is_closing():
+            return True
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def _go_on(self) -> None:
+        """With what came while a request was in work, or while its answer was not taken."""
+        if self._reading_paused:
+            self._reading_paused = False
+            self._transport.resume_reading()
+        if self._buffer:
+            data, self._buffer = self._buffer, b""
+            self._take(data)
 
     def _take_known(self, head: RequestHead, body: bytes) -> None:
         """A whole request with a head like one before, and nothing behind it."""
@@ -312,12 +360,10 @@ class RequestConnection(asyncio.Protocol, ABC):
             self._deadline = at = self._loop.time() + self._limits.idle_seconds_max
             if at < self._timer_at:
                 self._until(self._limits.idle_seconds_max)
-            if self._reading_paused:
-                self._reading_paused = False
-                self._transport.resume_reading()
-            if self._buffer:
-                data, self._buffer = self._buffer, b""
-                self._take(data)
+            if self._paused:
+                self._stop_reading()  # no further answer is written before the client takes this one
+            elif self._reading_paused or self._buffer:
+                self._go_on()
             return
         self._state, self._buffer = _ENDING, b""
         if whole:
@@ -340,7 +386,13 @@ class RequestConnection(asyncio.Protocol, ABC):
 
     def close_if_idle(self) -> None:
         if self._state is _HEAD:
-            self._transport.close()
+            self._end_idle()
+
+    def _end_idle(self) -> None:
+        """No request is in work; what was answered is still sent."""
+        self._state, self._buffer = _ENDING, b""
+        self._until(self._limits.silence_seconds_max)
+        self._transport.close()
 
     def abort(self) -> None:
         self._transport.abort()

@@ -3,13 +3,14 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 
 from lull.agents.gates.base import ClosedTerms
 from lull.agents.gates.gateway import GatewayGate
@@ -17,6 +18,16 @@ from lull.agents.gateway.process import Gateway
 from lull.agents.gateway.settings import GatewaySettings, Limits
 from tests.recording_engine import RecordingEngine
 from tests.waiting import wait_until_async
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories(config: pytest.Config, item: Any) -> Mapping[str, Callable[[], Any]]:
+    """Modules with ``ON_BOTH_LOOPS`` run on uvloop too, as the gateway does: when a connection is told that its peer
+    does not read, or has gone, is the loop's business."""
+    factories: dict[str, Callable[[], Any]] = {"asyncio": asyncio.new_event_loop}
+    if getattr(item.module, "ON_BOTH_LOOPS", False):
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories
 
 
 @pytest.fixture

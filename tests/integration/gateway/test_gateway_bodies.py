@@ -39,16 +39,15 @@ async def test_body_bound(start: Any) -> None:
     assert len(world.engine.arrivals) == 1
 
 
-async def test_bodies_that_wait_have_a_bound_together(start: Any) -> None:
+async def test_bodies_have_a_bound_together(start: Any) -> None:
     world = await start(buffered_bytes_max=3000)
-    await world.close()
-    first = world.ask(pad="x" * 2000)
-    await world.held(1)
+    first = world.ask(do="wait", pad="x" * 2000)
+    await world.in_flight(1)
     async with world.request(pad="x" * 2000) as answer:
         assert answer.status == 503
         assert answer.headers["Retry-After"] == "5"
         assert (await answer.json(content_type=None))["code"] == "gateway_full"
-    await world.gate.open("e1")
+    world.engine.go.set()
     assert (await first)[0] == 200
     async with world.request(pad="x" * 2000) as answer:
         assert answer.status == 200

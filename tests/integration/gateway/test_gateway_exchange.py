@@ -46,6 +46,9 @@ class Asking:
     def on_lost(self, text: str) -> None:
         self.trouble = f"lost: {text}"
 
+    def on_broken(self, text: str) -> None:
+        self.trouble = f"broken: {text}"
+
     def on_not_sent(self, text: str) -> None:
         self.trouble = f"not sent: {text}"
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,10 @@ class Gateways:
             *("--state-dir", str(self.paths.state_dir), *more),
         ]
 
-    async def run(self, *more: str, **options: str) -> subprocess.Popen[str]:
-        """Starts one and waits until it answers."""
-        process = subprocess.Popen(
-            self.command(*more, **options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+    async def run(self, *more: str, before: Sequence[str] = (), **options: str) -> subprocess.Popen[str]:
+        """Starts one, by the command ``before`` it, and waits until it answers."""
+        command = [*before, *self.command(*more, **options)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.known.append(process)
 
         async def answers() -> bool:
@@ -192,6 +191,41 @@ def _signals_taken(pid: int) -> bool:
         return True
     pending = [line for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))]
     return all(int(line.split()[1], 16) == 0 for line in pending)
+
+
+async def test_clients_that_only_connect_lock_nobody_out(
+    gateways: Gateways, engine: RecordingEngine, client: aiohttp.ClientSession
+) -> None:
+    """Not up to the last file that the gateway may open: the agent gets through, and so do they who are connected."""
+    await gateways.run(before=("prlimit", "--nofile=128:128"))
+    info = await gateways.gate.info()
+    await gateways.gate.ensure_route("e1", "one", ["m"], engine.url)
+    await gateways.gate.open("e1")
+    assert (await _ask(client, info))[0] == 200
+    host, port = info.listen.split(":")
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            stack.callback(writer.close)
+            return reader, writer
+
+        clients = await asyncio.gather(*(connect() for _ in range(200)))
+        first = [asyncio.create_task(reader.readline()) for reader, _ in clients]
+        await wait_until_async(lambda: sum(each.done() for each in first) > 100, 20, "there is no room for most")
+        for _ in range(20):
+            assert await gateways.gate.close("e1", ClosedTerms("hold", 10, 60.0)) == 0
+            await gateways.gate.open("e1")
+        assert (await _ask(client, info))[0] == 200  # on the connection that it had
+        in_time = next(n for n, each in enumerate(first) if not each.done())
+        clients[in_time][1].write(
+            b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n\r\n{"model": "m"}'
+        )
+        assert (await first[in_time]).startswith(b"HTTP/1.1 200 ")
+        for each in first:
+            each.cancel()
+        said = {each for each in await asyncio.gather(*first, return_exceptions=True) if isinstance(each, bytes)}
+        assert said <= {b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 503 Service Unavailable\r\n"}
 
 
 async def test_second_start_on_the_same_control_socket_fails(start: Any, gateways: Gateways) -> None:

@@ -99,6 +99,12 @@ class EngineSide(asyncio.Transport):
     def abort(self) -> None:
         self.closed = True
 
+    def write_eof(self) -> None:
+        self.closed = True
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
 
 class Asking:
     def __init__(self, *, unframe: bool) -> None:
@@ -122,6 +128,8 @@ class Asking:
     def on_lost(self, text: str) -> None:
         assert not self.ends
         self.lost = True
+
+    on_broken = on_lost
 
     def answer(self) -> Answer | None:
         """As its client would read it."""
