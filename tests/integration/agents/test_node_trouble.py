@@ -61,6 +61,8 @@ async def test_a_runner_killed_while_no_agent_lives_and_the_disk_is_full(tmp_pat
             identity = tmp_path / "agent" / "attempts" / attempt_id / "identity.json"
             await node.crash()
             disk.fill()
+            (tmp_path / "agent" / "disk.reserve").unlink()
+            disk.fill()
             os.kill(json.loads(identity.read_text())["pid"], signal.SIGKILL)
             await node.start()
             await node.until_closed()
