@@ -38,15 +38,13 @@ _ADMITTED: Final = TicketState.ADMITTED
 
 
 class ClientConnection(RequestConnection):
-    _held = False  # counts among those that wait for a closed gate
-
     def __init__(self, relay: Relay) -> None:
         super().__init__(relay)
         # Of the request in work:
         self._asked: Asked | None = None
         self._ticket: Ticket | None = None
         self._tried: set[Admission] | None = None
-        self._hold_timer: asyncio.TimerHandle | None = None
+        self._hold_timer: asyncio.TimerHandle | None = None  # while it counts among those that are held
         self._exchange: Exchange | None = None
         self._route: Route | None = None
         self._begun = False  # a 200 of our own, with comments
@@ -105,11 +103,11 @@ class ClientConnection(RequestConnection):
             self._fail(relay.not_held(ticket, time.monotonic()))
         else:
             relay.hold(self._reserved_bytes)
-            self._held = True
             self._wait_on()
 
-    def _release(self) -> None:
-        self._held = False
+    def _release(self, timer: asyncio.TimerHandle) -> None:
+        timer.cancel()
+        self._hold_timer = None
         self._relay.release(self._reserved_bytes)
 
     def _on_change(self) -> None:
@@ -121,10 +119,7 @@ class ClientConnection(RequestConnection):
         if ticket is not self._ticket:
             return  # its client went away
         if self._hold_timer is not None:
-            self._hold_timer.cancel()
-            self._hold_timer = None
-        if self._held:
-            self._release()
+            self._release(self._hold_timer)
         if self._reading_paused and self._has_left():
             self._transport.abort()
         elif ticket.state is _ADMITTED:
@@ -144,7 +139,6 @@ class ClientConnection(RequestConnection):
         ticket = self._ticket
         assert ticket is not None
         assert self._head is not None
-        self._hold_timer = None
         ticket.gate.expire(ticket, time.monotonic())
         if ticket.state is not TicketState.HELD:
             return  # now, or earlier in this turn: `_on_change` has been told, and acting here too would send it twice
@@ -327,10 +321,7 @@ class ClientConnection(RequestConnection):
 
     def _end_request(self) -> None:
         if self._hold_timer is not None:
-            self._hold_timer.cancel()
-            self._hold_timer = None
-        if self._held:
-            self._release()
+            self._release(self._hold_timer)
         self._ticket = self._tried = self._exchange = self._refusal = None
         self._begun = self._started = self._reframe = False
         super()._end_request()
