@@ -192,6 +192,7 @@ def _wake_for(work: _Work, job: Job, groups: list[Group]) -> JobReason | None:
 def _keep_for(work: _Work, job: Job) -> None:
     """Others would overtake the job without end if they could go on taking what it waits for: the devices that it would
     get if no loan were open are kept from those behind its floor, and the loans there end."""
+    free = {group.devices[0].id for group in work.groups}  # no device is in two
     lent = {device: room for loan in work.snapshot.loans for device, room in loan.room_bytes.items()}
     # Under a plan that leaves tags where they are there would be more, with the whole policies parked.
     narrow = {device for loan in work.snapshot.loans if loan.is_narrow for device in loan.room_bytes}
@@ -206,7 +207,7 @@ def _keep_for(work: _Work, job: Job) -> None:
             },
         )
         for group in work.all_groups
-        if (group in work.groups if group.blocker is None else group.blocker.code == "LoanOpen")
+        if (group.devices[0].id in free if group.blocker is None else group.blocker.code == "LoanOpen")
     ]
     choice = choose(job, groups)
     if choice is None:
