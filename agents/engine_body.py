@@ -69,6 +69,8 @@ class EngineBody:
         self._facts_path = directory / "facts.json"
         self.data = read_facts(self._facts_path)
         self._kept_verified = self.data.get("verified")  # in the file, whatever could not be written since
+        kept = None if settings.policy_locked else node.journal.policy(engine_id)
+        self.policy_version, self.policy = (0, settings.policy) if kept is None else kept
         self.parks = ParkHistory(
             lambda: self.data,
             lambda parks: self.remember(parks=parks),
@@ -77,8 +79,6 @@ class EngineBody:
             lambda: self.policy.restore_modes,
             node.settings.spawn_margin_bytes,
         )
-        kept = None if settings.policy_locked else node.journal.policy(engine_id)
-        self.policy_version, self.policy = (0, settings.policy) if kept is None else kept
         self._state: EngineState | None = None
         self.gate_state = GateState.UNKNOWN
         self.verified = False
