@@ -13,13 +13,15 @@ import stat
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final, TypeVar, cast
 
 import structlog
+from pydantic import BaseModel, Field, Strict, TypeAdapter, ValidationError
 
 from . import processes
+from .node_files import Bytes, Count, Seconds, Text
 from .protocol.wire import AttemptEnd, ProcessIdentity, Reason
 
 log = structlog.get_logger(__name__)
@@ -27,6 +29,7 @@ log = structlog.get_logger(__name__)
 UNKILLABLE_SECONDS: Final = 60.0
 
 _RECORD_BYTES_MAX: Final = 16 * 1024 * 1024
+_WHERE_CHARS_MAX: Final = 200
 _LOCK_SECONDS_MAX: Final = 5.0
 _LOOK_SECONDS: Final = 0.01
 _NODE_TROUBLE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO})
@@ -123,6 +126,83 @@ class Started:
     boottime: float
 
 
+_Number = Annotated[int, Strict(), Field(ge=-(2**31), lt=2**31)]
+_T = TypeVar("_T")
+
+
+class _Cleanup(BaseModel):
+    code: Text
+    pids: list[Count]
+
+    def reason(self) -> Reason:
+        pids = ", ".join(map(str, self.pids))
+        sentence = f"{len(self.pids)} processes of the job survive SIGKILL: {pids}"
+        return Reason(code=self.code, sentence=sentence, data={"pids": self.pids})
+
+
+class _Exit(BaseModel):
+    end: AttemptEnd
+    exit_code: _Number | None = None
+    signal: _Number | None = None
+    started_at: Seconds | None = None
+    ended_at: Seconds | None = None
+    boottime: Seconds | None = None
+    stragglers_killed: Count = 0
+    peak_rss_bytes: Bytes | None = None
+    cpu_seconds: Seconds | None = None
+    message: Text | None = None
+    cleanup: _Cleanup | None = None
+
+    def outcome(self) -> AttemptOutcome:
+        return AttemptOutcome(
+            end=self.end,
+            exit_code=self.exit_code,
+            signal=self.signal,
+            started_at=self.started_at,
+            ended_at=self.ended_at,
+            boottime=self.boottime,
+            stragglers_killed=self.stragglers_killed,
+            peak_rss_bytes=self.peak_rss_bytes,
+            cpu_seconds=self.cpu_seconds,
+            reason=None if self.message is None else Reason(code=self.end.value, sentence=self.message),
+            cleanup=None if self.cleanup is None else self.cleanup.reason(),
+        )
+
+
+class _Lengths(BaseModel):
+    log_bytes: dict[Text, Bytes] | None = None  # a record that the agent wrote for a lost runner knows none
+
+
+class _Identity(BaseModel):
+    boot_id: Annotated[Text, Field(min_length=1)]
+    pid: Annotated[int, Strict(), Field(gt=0, lt=2**31)]
+    start_ticks: Bytes
+
+    def identity(self) -> ProcessIdentity:
+        return ProcessIdentity(boot_id=self.boot_id, pid=self.pid, start_ticks=self.start_ticks)
+
+
+class _Started(BaseModel):
+    pid: Annotated[int, Strict(), Field(gt=0, lt=2**31)]
+    start_ticks: Bytes
+    at: Seconds
+    boottime: Seconds
+
+
+class _Owner(BaseModel):
+    """What a judgement needs of spec.json."""
+
+    attempt_id: Annotated[Text, Field(min_length=1)]
+
+
+_SPEC: Final = TypeAdapter(RunnerSpec)
+_EXIT: Final = TypeAdapter(_Exit)
+_LENGTHS: Final = TypeAdapter(_Lengths)
+_IDENTITY: Final = TypeAdapter(_Identity)
+_STARTED: Final = TypeAdapter(_Started)
+_OWNER: Final = TypeAdapter(_Owner)
+
+
 class AttemptDir:
     """One attempt's directory, mode 0700; it is used for one execution."""
 
@@ -139,37 +219,46 @@ class AttemptDir:
         _sync_directory(self.path.parent)
 
     def spec(self) -> RunnerSpec | None:
-        record = self.read("spec.json")
-        if record is None:
-            return None
-        known = {each.name for each in fields(RunnerSpec)}
-        return RunnerSpec(**{name: value for name, value in record.items() if name in known})
+        return self._known("spec.json", _SPEC)
 
     def identity(self) -> ProcessIdentity | None:
-        record = self.read("identity.json")
-        return None if record is None else self._identity(record)
+        runner = self._known("identity.json", _IDENTITY)
+        return None if runner is None else runner.identity()
+
+    def was_used(self) -> bool:
+        """Whether a runner was here, readable or not: what is left then has to be judged."""
+        return any(_is_there(self.path / f"{name}.json") for name in ("identity", "starting", "exit"))
 
     def starting(self) -> bool:
         """Whether the runner came to the point after which the job may have been executed."""
         return _is_there(self.path / "starting.json")
 
     def started(self) -> Started | None:
-        record = self.read("started.json")
-        runner = self.identity()
-        if record is None or runner is None:
+        started, runner = self._known("started.json", _STARTED), self.identity()
+        if started is None or runner is None:
             return None
-        job = self._identity({**record, "boot_id": runner.boot_id})
-        return Started(job, record["at"], record["boottime"])
-
-    def _identity(self, record: dict[str, Any]) -> ProcessIdentity:
-        try:
-            return ProcessIdentity.model_validate(record)
-        except ValueError as error:
-            raise BadRecord(f"{self.path}: no identity of a process: {error}") from None
+        return Started(_job(started, runner.boot_id), started.at, started.boottime)
 
     def exit_record(self) -> AttemptOutcome | None:
-        record = self.read("exit.json")
-        return None if record is None else _outcome(record)
+        record = self._known("exit.json", _EXIT)
+        return None if record is None else record.outcome()
+
+    def log_bytes(self) -> dict[str, int] | None:
+        """Of each stream as far as they are known, once the attempt has ended."""
+        record = self._known("exit.json", _LENGTHS)
+        return None if record is None else record.log_bytes or {}
+
+    def _known(self, name: str, shape: TypeAdapter[_T]) -> _T | None:
+        """As `read` does; BadRecord also for values of other kinds than their writer leaves there."""
+        record = self.read(name)
+        if record is None:
+            return None
+        try:
+            return shape.validate_python(record)
+        except ValidationError as error:
+            why = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, why["loc"]))[:_WHERE_CHARS_MAX]
+            raise BadRecord(f"{self.path / name}: {where!a}: {why['msg'][:_WHERE_CHARS_MAX]}") from None
 
     def read(self, name: str) -> dict[str, Any] | None:
         """Raises BadRecord for what the job may have planted, OSError for what says nothing about the file."""
@@ -193,11 +282,12 @@ class AttemptDir:
             raise BadRecord(f"{self.path / name}: not a JSON object")
         return cast("dict[str, Any]", record)
 
-    def _readable(self, name: str) -> dict[str, Any] | None:
+    def _credible(self, name: str, shape: TypeAdapter[_T]) -> _T | None:
         """For a judgement: a record that no runner can have left, as the job might plant one, is no record."""
         try:
-            return self.read(name)
-        except BadRecord:
+            return self._known(name, shape)
+        except BadRecord as error:
+            log.warning("a record of an attempt counts for nothing", error=str(error))
             return None
 
     def write(self, name: str, record: dict[str, Any]) -> None:
@@ -239,18 +329,19 @@ class AttemptDir:
         """
         try:
             with self.runner_lock(_LOCK_SECONDS_MAX) as ours:
-                record = self._readable("exit.json")
-                if record is None:
-                    if not ours:
-                        raise AttemptError(f"{self.path}: a runner still holds the lock")
-                    record = self._judge(kill_seconds_max)
-                    self._keep(record)
+                found = self._credible("exit.json", _EXIT)
+                if found is not None:
+                    return found.outcome()
+                if not ours:
+                    raise AttemptError(f"{self.path}: a runner still holds the lock")
+                record = self._judge(kill_seconds_max)
+                self._keep(record)
         except OSError:
             if _is_there(self.path / "lock") or not _is_there(self.path):
                 raise
             # There is no room even for a lock. Every runner makes it first, so none of them came to the point of going.
             record = self._judge(kill_seconds_max)
-        return _outcome(record)
+        return _EXIT.validate_python(record).outcome()
 
     def _keep(self, record: dict[str, Any]) -> None:
         try:
@@ -259,18 +350,18 @@ class AttemptDir:
             log.error("an attempt's record cannot be written", directory=str(self.path), error=str(error))
 
     def _judge(self, kill_seconds_max: float) -> dict[str, Any]:
-        runner, started, spec = (self._readable(f"{name}.json") or {} for name in ("identity", "started", "spec"))
-        boot = runner.get("boot_id", processes.boot_id())
+        runner, started = self._credible("identity.json", _IDENTITY), self._credible("started.json", _STARTED)
+        owner = self._credible("spec.json", _OWNER)
+        boot = processes.boot_id() if runner is None else runner.boot_id
         record: dict[str, Any] = {"ended_at": time.time(), "boottime": time.clock_gettime(time.CLOCK_BOOTTIME)}
-        record["started_at"] = started.get("at")
+        record["started_at"] = None if started is None else started.at
         if not self.starting():
             return record | {"end": "not_started", "message": "the runner ended before it was told to go"}
         if boot != processes.boot_id():
             return record | {"end": "node_rebooted", "message": "the node was restarted while the job ran"}
-        job = None
-        if started:
-            job = ProcessIdentity(boot_id=boot, pid=started["pid"], start_ticks=started["start_ticks"])
-        swept = processes.kill_leftovers(spec.get("attempt_id", self.path.name), job, kill_seconds_max)
+        job = None if started is None else _job(started, boot)
+        attempt_id = self.path.name if owner is None else owner.attempt_id
+        swept = processes.kill_leftovers(attempt_id, job, kill_seconds_max)
         record |= {"end": "runner_lost", "message": "the job's runner ended without a record"}
         record["stragglers_killed"] = swept.killed
         if swept.remaining:
@@ -278,32 +369,8 @@ class AttemptDir:
         return record
 
 
-def _outcome(record: dict[str, Any]) -> AttemptOutcome:
-    end = AttemptEnd(record["end"])
-    cleanup: dict[str, Any] | None = record.get("cleanup")
-    message: str | None = record.get("message")
-    return AttemptOutcome(
-        end=end,
-        exit_code=record.get("exit_code"),
-        signal=record.get("signal"),
-        started_at=record.get("started_at"),
-        ended_at=record.get("ended_at"),
-        boottime=record.get("boottime"),
-        stragglers_killed=record.get("stragglers_killed", 0),
-        peak_rss_bytes=record.get("peak_rss_bytes"),
-        cpu_seconds=record.get("cpu_seconds"),
-        reason=None if message is None else Reason(code=end.value, sentence=message),
-        cleanup=None if cleanup is None else _cleanup_reason(cleanup),
-    )
-
-
-def _cleanup_reason(cleanup: dict[str, Any]) -> Reason:
-    pids = cleanup["pids"]
-    return Reason(
-        code=cleanup["code"],
-        sentence=f"{len(pids)} processes of the job survive SIGKILL: {', '.join(map(str, pids))}",
-        data={"pids": pids},
-    )
+def _job(started: _Started, boot: str) -> ProcessIdentity:
+    return ProcessIdentity(boot_id=boot, pid=started.pid, start_ticks=started.start_ticks)
 
 
 def _is_there(path: Path) -> bool:

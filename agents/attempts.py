@@ -107,7 +107,7 @@ class AttemptProcess:
             os.close(pidfd)
             if is_child:
                 _reap(runner.pid)
-        if runner is None and directory.exit_record() is None:
+        if runner is None and not directory.was_used():
             return Adopted(never_started=True)
         return Adopted(outcome=await asyncio.to_thread(directory.settle))
 
@@ -234,15 +234,21 @@ def _parent_of(pid: int) -> int | None:
 
 
 async def _await_identity(directory: AttemptDir, seconds_max: float) -> ProcessIdentity | None:
-    """None when no runner has been here and none is just coming up."""
+    """None when no runner has been here and none is just coming up, or none can be told any more."""
     deadline = asyncio.get_running_loop().time() + seconds_max
     while True:
-        runner = directory.identity()
+        runner = _readable_identity(directory)
         if runner is not None or not directory.path.is_dir():
             return runner
         with directory.runner_lock(0.0) as ours:
             if ours:
-                return directory.identity()
+                return _readable_identity(directory)
         if asyncio.get_running_loop().time() >= deadline:
             raise AttemptError(f"{directory.path}: a runner holds the lock and does not come up")
         await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _readable_identity(directory: AttemptDir) -> ProcessIdentity | None:
+    with suppress(BadRecord):  # while a runner lives it holds the lock, and once it does not the attempt is judged
+        return directory.identity()
+    return None

@@ -134,9 +134,6 @@ def _open_segment(segments: int, start: int) -> int:
 
 def _final_bytes(directory: Path, stream: str) -> int | None:
     """The stream's whole length, once the attempt has ended."""
-    record = AttemptDir(directory).read("exit.json")
-    if record is None:
-        return None
-    # A record that the agent wrote for a lost runner knows no lengths: then the files say it.
-    sizes: dict[str, int] = record.get("log_bytes") or {}
-    return sizes.get(stream, 0)
+    lengths = AttemptDir(directory).log_bytes()
+    # Where the record does not know it, the files say it.
+    return None if lengths is None else lengths.get(stream, 0)

@@ -3,6 +3,7 @@ can be used, kept again and reported."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import tempfile
@@ -14,7 +15,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lull.agents.attempt_files import AttemptDir, BadRecord
+from lull.agents.attempt_files import AttemptDir, AttemptOutcome, BadRecord
+from lull.agents.attempts import AttemptProcess, read_log
 from lull.agents.device_opening import _Record
 from lull.agents.engine_facts import read_facts
 from lull.agents.engine_process import EngineProcess
@@ -25,6 +27,7 @@ from lull.agents.opening import refuse_copy
 from lull.agents.park_history import ParkHistory
 from lull.agents.probe_nvml import NvidiaDevice
 from lull.agents.processes import boot_id
+from lull.agents.protocol.wire import AttemptChanged, AttemptEnd, AttemptState
 from lull.agents.quarantine import read_quarantine
 from lull.agents.settings import EngineSettings
 from lull.vmm.errors import LedgerUnreadable
@@ -188,11 +191,80 @@ def test_a_quarantine(raw: bytes) -> None:
         assert whole or kept.keys() == {"d0", "d1"}, "what cannot be read lends nothing"
 
 
+EXIT: dict[str, Any] = {"end": "exited", "exit_code": 0, "signal": None, "started_at": 1.5, "ended_at": 2.5}
+EXIT |= {"boottime": 9.5, "stragglers_killed": 1, "peak_rss_bytes": 9, "cpu_seconds": 0.5, "message": "m"}
+EXIT |= {"cleanup": {"code": "unkillable", "pids": [7]}, "log_bytes": {"stdout": 9}}
+# The start of a process that no pid has had.
+RUNNER = {"boot_id": boot_id(), "pid": 2**31 - 1, "start_ticks": 9}
+STARTED = {"pid": 2**31 - 1, "start_ticks": 9, "at": 1.5, "boottime": 9.5}
+SPEC = {"attempt_id": "attempt-that-never-was", "job_id": "j", "argv": ["true"], "env": {"A": "b"}, "workdir": None}
+
+
+def told(outcome: AttemptOutcome) -> dict[str, Any]:
+    """As it goes into the journal and on the wire."""
+    report = AttemptChanged(
+        attempt_id="a",
+        job_id="j",
+        loan_id="l",
+        state=AttemptState.ENDED,
+        end=outcome.end,
+        exit_code=outcome.exit_code,
+        signal=outcome.signal,
+        started_at=outcome.started_at,
+        ended_at=outcome.ended_at,
+        cleanup=outcome.cleanup,
+        reason=outcome.reason,
+    )
+    json.dumps([outcome.boottime, outcome.peak_rss_bytes, outcome.cpu_seconds], allow_nan=False)
+    return json.loads(report.model_dump_json())
+
+
+def test_the_record_that_a_runner_leaves_is_read_whole(tmp_path: Path) -> None:
+    (tmp_path / "exit.json").write_text(json.dumps(EXIT))
+    outcome = AttemptDir(tmp_path).exit_record()
+    assert outcome is not None
+    assert (outcome.exit_code, outcome.peak_rss_bytes, outcome.boottime) == (0, 9, 9.5)
+    assert AttemptDir(tmp_path).log_bytes() == {"stdout": 9}
+    assert told(outcome)["cleanup"]["data"] == {"pids": [7]}
+    assert AttemptDir(tmp_path).settle() == outcome
+
+
 @any_file
-@given(raw=odd_bytes({"end": "exited", "exit_code": 0}))
+@given(raw=odd_bytes(EXIT))
 def test_a_record_of_an_attempt(raw: bytes) -> None:
-    with file_of(raw, "exit.json") as path, contextlib.suppress(BadRecord):
-        assert isinstance(AttemptDir(path.parent).read("exit.json"), dict)
+    with file_of(raw, "exit.json") as path:
+        directory = AttemptDir(path.parent)
+        try:
+            record = directory.exit_record()
+        except BadRecord:
+            record = None
+        outcome = directory.settle(0.0)
+        assert outcome == record or outcome.end is AttemptEnd.NOT_STARTED
+        assert told(outcome)["end"] in set(AttemptEnd)
+        assert directory.exit_record() == outcome
+        with contextlib.suppress(FileNotFoundError):  # there was output, and there are no files of it here
+            read_log(path.parent, "stdout", 0, 10)
+
+
+@any_file
+@given(data=st.data(), name=st.sampled_from(["identity", "started", "spec"]), go=st.booleans())
+def test_the_records_by_which_an_attempt_is_judged(data: st.DataObject, name: str, go: bool) -> None:
+    good = {"identity": RUNNER, "started": STARTED, "spec": SPEC}
+    with file_of(data.draw(odd_bytes(good[name])), f"{name}.json") as path:
+        for other in good.keys() - {name}:
+            (path.parent / f"{other}.json").write_text(json.dumps(good[other]))
+        if go:
+            (path.parent / "starting.json").write_text("{}")
+        directory = AttemptDir(path.parent)
+        for look in (directory.identity, directory.started, directory.spec):
+            with contextlib.suppress(BadRecord):
+                look()
+        adopted = asyncio.run(AttemptProcess.adopt(directory, seconds_max=0.0))
+        assert adopted.outcome is not None, "a runner was here, readable or not"
+        rebooted = name == "identity" and adopted.outcome.end is AttemptEnd.NODE_REBOOTED
+        lost = AttemptEnd.RUNNER_LOST if go else AttemptEnd.NOT_STARTED
+        assert adopted.outcome.end is lost or (rebooted and isinstance(json.loads(path.read_bytes())["boot_id"], str))
+        told(adopted.outcome)
 
 
 @any_file
