@@ -200,7 +200,7 @@ def read_order(line: bytes) -> OrderEnvelope:
         return OrderEnvelope.model_validate_json(line)
     except ValidationError as error:
         try:
-            raw: dict[str, Any] = json.loads(line)
+            raw: dict[str, Any] = _decoded(line)
             kind = f"unreadable {raw['order']['kind']}: {error.errors()[0]['loc']}"
             return OrderEnvelope.model_validate({**raw, "order": {"kind": kind[:200]}})
         except (ValueError, KeyError, TypeError, ValidationError) as again:
@@ -212,7 +212,7 @@ def read_registered(content: bytes) -> Registered:
     try:
         return Registered.model_validate_json(content)
     except ValidationError:
-        decoded: Any = json.loads(content)
+        decoded = _decoded(content)
         raw = cast("dict[str, Any]", decoded) if isinstance(decoded, dict) else {}
         if not isinstance(raw.get("policies"), list):
             raise
@@ -223,6 +223,14 @@ def read_registered(content: bytes) -> Registered:
             except ValidationError as error:
                 log.error("a policy cannot be read", policy=one, error=str(error))
         return Registered.model_validate({**raw, "policies": kept})
+
+
+def _decoded(content: bytes) -> Any:
+    """Raises ValueError, also for what is nested too deep to be read."""
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
 
 
 def _json(message: Any) -> dict[str, Any]:

@@ -402,7 +402,7 @@ def _raise_for_problem(response: httpx.Response) -> None:
     try:
         document = json.loads(response.content)
         code, detail = str(document["code"]), str(document["detail"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         document, code = {}, "not_lull"
         detail = f"status {response.status_code} without a problem document: is {response.url} a Lull server?"
     raise ProblemError(response.status_code, code, detail, document)

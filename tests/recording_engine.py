@@ -80,6 +80,8 @@ class RecordingEngine:
         return web.json_response(body, headers={"X-Engine": "yes", "Keep-Alive": "timeout=3"})
 
     async def _do_status(self, request: web.BaseRequest, body: dict[str, Any]) -> web.StreamResponse:
+        if "deep" in body:
+            return web.Response(text="[" * body["deep"], status=body["status"])
         return web.json_response({"error": {"message": "no such token"}}, status=body["status"])
 
     async def _do_wait(self, request: web.BaseRequest, body: dict[str, Any]) -> web.StreamResponse:

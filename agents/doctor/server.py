@@ -53,7 +53,7 @@ def look_at_server(settings: AgentSettings) -> ServerFacts:
         try:
             reply = client.get(f"{url}/api/v1/version", headers={"authorization": f"Bearer {token}"})
             body: Any = reply.json() if reply.status_code == 200 else {}
-        except (httpx.HTTPError, ValueError) as error:  # ValueError: not JSON
+        except (httpx.HTTPError, ValueError, RecursionError) as error:  # the last two: not JSON
             said = f"{type(error).__name__}: {error}"
             return ServerFacts(url, ready_status=ready.status_code, skew_seconds=skew, token_trouble=said)
     try:

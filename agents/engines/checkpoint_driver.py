@@ -151,7 +151,7 @@ class CheckpointDriver:
             raise CheckpointMissing("the process for checkpoint calls ended")
         try:
             told: dict[str, Any] = json.loads(text)
-        except ValueError as error:  # a library may write to its output too
+        except (ValueError, RecursionError) as error:  # a library may write to its output too
             raise CheckpointMissing(f"the process for checkpoint calls answered {text[:100]!r}") from error
         return told
 

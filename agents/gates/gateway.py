@@ -149,7 +149,7 @@ class GatewayGate:
             return {}
         try:
             document = response.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict):
             raise GateUnreachable(f"{method} {path}: HTTP {response.status_code} without a JSON object")

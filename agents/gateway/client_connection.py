@@ -274,7 +274,7 @@ class ClientConnection(RequestConnection):
         text = body[:_ERROR_BODY_BYTES_MAX].decode("utf-8", "replace")
         try:
             text = str(json.loads(text)["error"]["message"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             text = text[:1000]
         self._fail(Problem(status if status >= 400 else 502, "engine_refused", text))
 

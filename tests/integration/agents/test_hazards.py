@@ -16,7 +16,7 @@ from lull.agents import attempt_run, engine_keeper
 from lull.agents.engine_process import ENGINE_MARK
 from lull.agents.engines.base import Observation
 from lull.agents.engines.http_call import call
-from lull.agents.errors import CanaryFailed, EngineLost, EngineTimedOut
+from lull.agents.errors import AgentError, CanaryFailed, EngineLost, EngineTimedOut
 from lull.agents.processes import find_by_environ
 from lull.agents.protocol.loans import LoanState, LoanStep
 from lull.agents.protocol.parking import FOR_OVER
@@ -25,6 +25,7 @@ from lull.agents.protocol.wire import AttemptEnd, EngineState, GateState, Recall
 from lull.agents.upstream import read_order, read_registered
 from tests.agent_node import AgentNode, EngineUnderTest, agent_node
 from tests.gates.webhook_server import SECRET, WebhookServer
+from tests.odd_json import DEEP, KEYS_DEEP
 
 WAITS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 
@@ -306,10 +307,16 @@ async def test_an_engine_that_trickles_its_answer_holds_nobody() -> None:
         await asyncio.wait_for(left.wait(), 10)
 
 
-@pytest.mark.parametrize("content", [b"<html>", b"[]", b'"x"', b'{"policies": 3}', b"{}", b""])
+@pytest.mark.parametrize("content", [b"<html>", b"[]", b'"x"', b'{"policies": 3}', b"{}", b"", DEEP, KEYS_DEEP])
 def test_an_answer_that_is_none_is_a_value_error_and_no_fault_of_the_agent(content: bytes) -> None:
     with pytest.raises(ValueError):
         read_registered(content)
+
+
+@pytest.mark.parametrize("line", [DEEP, KEYS_DEEP, b'{"seq": 7, "order": ' + DEEP])
+def test_a_line_too_deep_to_be_read_is_no_order(line: bytes) -> None:
+    with pytest.raises(AgentError, match="is no order"):
+        read_order(line)
 
 
 def test_an_order_that_cannot_be_read_does_not_hold_up_those_behind_it() -> None:

@@ -13,6 +13,7 @@ from lull.agents.protocol.wire import AttemptEnd, AttemptState, FetchLog
 from lull.api import Client, ClientError, ProblemError, ServerUnreachable, WaitTimeout, schemas
 from lull.api.services import Services
 from lull.scheduler.store import Store
+from tests.odd_json import DEEP, KEYS_DEEP
 from tests.wire_node import GIB, WireNode, order_of
 
 
@@ -176,7 +177,8 @@ async def test_a_broken_log_is_resumed_where_it_broke(
     assert await asyncio.wait_for(reading, 10) == b"01234567"
 
 
-async def test_no_server_and_another_server_are_told_apart(token: str) -> None:
+@pytest.mark.parametrize("body", [b"<html>", DEEP, KEYS_DEEP])
+async def test_no_server_and_another_server_are_told_apart(token: str, body: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with Client(f"http://127.0.0.1:{port}", token) as nobody:
@@ -185,7 +187,7 @@ async def test_no_server_and_another_server_are_told_apart(token: str) -> None:
                 await asyncio.to_thread(call)
 
     def answer(_request: httpx.Request) -> httpx.Response:
-        return httpx.Response(502, text="<html>")
+        return httpx.Response(502, content=body)
 
     with (
         Client("http://proxy", token, transport=httpx.MockTransport(answer)) as other,

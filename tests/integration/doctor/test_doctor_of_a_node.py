@@ -28,6 +28,7 @@ from lull.vmm.host_driver import HostDriver
 from tests.agent_node import free_port
 from tests.cli_here import run_here
 from tests.engines.spawned import ROOT, spawned, stand_in_command
+from tests.odd_json import DEEP
 from tests.waiting import wait_until
 
 LULL = str(Path(sys.executable).with_name("lull"))
@@ -251,7 +252,9 @@ def test_a_port_that_is_held_by_a_process_whose_words_are_no_text(tmp_path: Path
 
 
 @contextmanager
-def http_server(status: int, address: str = "127.0.0.1", date: str = "", leads_to: str = "") -> Iterator[int]:
+def http_server(
+    status: int, address: str = "127.0.0.1", date: str = "", leads_to: str = "", body: bytes = b"{}"
+) -> Iterator[int]:
     """``leads_to``: where it redirects to, the path of the request put after it."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -265,9 +268,9 @@ def http_server(status: int, address: str = "127.0.0.1", date: str = "", leads_t
             self.send_response(status)
             if leads_to:
                 self.send_header("location", leads_to + self.path)
-            self.send_header("content-length", "2")
+            self.send_header("content-length", str(len(body)))
             self.end_headers()
-            self.wfile.write(b"{}")
+            self.wfile.write(body)
 
     with HTTPServer((address, 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
@@ -286,6 +289,9 @@ def test_servers_that_are_none_or_live_in_another_time(tmp_path: Path) -> None:
     with http_server(200, date="Mon, 01 Jan 2035 00:00:00 GMT") as port:
         _, found = doctor(agent_toml(tmp_path, server=f"http://127.0.0.1:{port}"))
     assert [statuses(found, check) for check in ("server", "token", "clock")] == [["ok"], ["failed"], ["failed"]]
+    with http_server(200, body=DEEP) as port:
+        _, found = doctor(agent_toml(tmp_path, server=f"http://127.0.0.1:{port}"))
+    assert [statuses(found, check) for check in ("server", "token")] == [["ok"], ["failed"]]
     with http_server(503) as port:
         _, found = doctor(agent_toml(tmp_path, server=f"http://127.0.0.1:{port}"))
     assert statuses(found, "server") == ["failed"]

@@ -11,6 +11,7 @@ import pytest
 from lull.agents.gates.base import ClosedTerms, GateRefused, GateRouteUnknown, GateUnreachable
 from lull.agents.gates.gateway import GatewayGate
 from lull.agents.protocol.wire import GateState
+from tests.odd_json import DEEP, KEYS_DEEP
 from tests.recording_engine import CHUNK
 from tests.waiting import wait_until_async
 
@@ -153,18 +154,21 @@ async def _held_stream(world: Any, **body: Any) -> tuple[bytes, Exception | None
     return text, broke
 
 
-async def test_engines_refusal_after_comments_is_an_event_and_no_clean_end(start: Any) -> None:
+@pytest.mark.parametrize(("more", "said"), [({}, "no such token"), ({"deep": 60_000}, "[" * 1000)])
+async def test_engines_refusal_after_comments_is_an_event_and_no_clean_end(
+    start: Any, more: dict[str, int], said: str
+) -> None:
     world = await start(keepalive_seconds=0.05)
     await world.close()
     reader, writer = await asyncio.open_connection(*world.gateway.listen.split(":"))
-    body = json.dumps({"model": "m", "do": "status", "status": 400, "stream": True}).encode()
+    body = json.dumps({"model": "m", "do": "status", "status": 400, "stream": True, **more}).encode()
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
     await reader.readuntil(b": keepalive")
     await world.gate.open("e1")
-    text = await reader.read()
+    text = await asyncio.wait_for(reader.read(), 20)
     writer.close()
     event = json.loads(text.split(b"data: ")[1].split(b"\n")[0])
-    assert event["error"]["message"] == "no such token"
+    assert event["error"]["message"] == said
     assert event["error"]["code"] == "engine_refused"
     assert not text.endswith(b"0\r\n\r\n")
     assert (await world.gate.observe("e1")).failed_total == 1
@@ -373,6 +377,19 @@ async def test_nobody_there_is_unreachable(sockets: Any) -> None:
     ):
         with pytest.raises(GateUnreachable, match=r"nothing\.sock"):
             await call
+
+
+@pytest.mark.parametrize("body", [DEEP, KEYS_DEEP, b"[]", b"<html>"])
+async def test_an_answer_that_is_no_object_is_none(sockets: Any, body: bytes) -> None:
+    async def odd(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_unix_server(odd, str(sockets / "o.sock")):
+        with pytest.raises(GateUnreachable, match="without a JSON object"):
+            await GatewayGate(sockets / "o.sock").info()
 
 
 async def test_calls_are_bounded(sockets: Any) -> None:
