@@ -36,8 +36,8 @@ class _Work:
     nodes: dict[NodeId, Node]
     groups: list[Group]  # that may be lent and are not given away yet
     all_groups: tuple[Group, ...]
-    loans: dict[LoanId, Loan]  # that may take more jobs
-    rooms: dict[LoanId, Room]
+    loans: dict[LoanId, Loan]  # that are lent to jobs, or will be
+    rooms: dict[LoanId, Room]  # of those whose nodes take more
     asleep: set[LoanId]  # loans without a job that may be ended for one
     awaited: set[LoanId] = field(default_factory=set[LoanId])  # by jobs
     actions: list[Action] = field(default_factory=list[Action])
@@ -96,6 +96,8 @@ def _prepare(snapshot: Snapshot, now: float) -> _Work:
         if not parking.takes_jobs(loan, engines):
             continue
         loans[loan.id] = loan
+        if loan.takes_no_more:  # it ends by itself; a sleep may go on, and is ended then for the next job
+            continue
         # A loan that has lost its engine ends with the jobs that it has.
         left = {} if loan.engine_lost else dict(loan.room_bytes)
         if loan.without_job is not None:  # opened before it was known what its engines keep while they are parked
@@ -182,7 +184,8 @@ def _wake_for(work: _Work, job: Job, groups: list[Group]) -> JobReason | None:
     for loan in ended:
         work.actions.append(RecallLoan(loan.id, loan.node_id, parking.NEEDED))
         work.asleep.discard(loan.id)
-        del work.loans[loan.id], work.rooms[loan.id]
+        del work.loans[loan.id]
+        work.rooms.pop(loan.id, None)
     for device_id in chosen:
         work.device_floors.setdefault(device_id, _floor(work, job))
     work.groups = [group for group in work.groups if group not in choice.groups]
@@ -246,10 +249,10 @@ def _wait_in(work: _Work, job: Job, loan_id: LoanId) -> JobReason:
 
 def _is_awaited(work: _Work, loan_id: LoanId, waiting: dict[tuple[int, int | None], Job]) -> bool:
     """A job waits for room in it, or could start there once those that run have ended."""
-    loan, room = work.loans[loan_id], work.rooms[loan_id]
-    if loan_id in work.awaited or loan.engine_lost:
+    loan = work.loans[loan_id]
+    if loan_id in work.awaited or loan.engine_lost or loan.takes_no_more:
         return loan_id in work.awaited
-    empty = Room(loan_id, dict(loan.room_bytes), room.whole_bytes)
+    empty = Room(loan_id, dict(loan.room_bytes), work.rooms[loan_id].whole_bytes)
     return any(not _kept_from(work, job, loan_id) and empty.fit(job) is not None for job in waiting.values())
 
 

@@ -132,6 +132,7 @@ class Loan:
     expects_more: bool | None = None  # what the node was told of jobs that wait for it; None: nothing it still knows
     engine_lost: bool = False
     without_job: WithoutJob | None = None
+    takes_no_more: bool = False  # its node said so of an attempt
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from sqlalchemy import Connection, Double, Select, bindparam, func, select
+from sqlalchemy import Connection, Double, Select, bindparam, exists, func, select
 
 from ...agents.protocol.capabilities import Capabilities, refusal
 from ...agents.protocol.loans import LoanState
 from ...agents.protocol.plans import Learned
 from ...agents.protocol.policy import EnginePolicy
-from ...agents.protocol.wire import AttemptState, EngineState, GateState, OccupancyKind, Reason, WithoutJob
+from ...agents.protocol.wire import (
+    LOAN_OVER,
+    AttemptEnd,
+    AttemptState,
+    EngineState,
+    GateState,
+    OccupancyKind,
+    Reason,
+    WithoutJob,
+)
 from ..lifecycle import JobState
 from ..model import (
     Attempt,
@@ -64,7 +73,12 @@ _ATTEMPTS: Final = (
     .join(jobs, jobs.c.id == attempts.c.job_id)
     .where(attempts.c.state != AttemptState.ENDED.value)
 )
-_LOANS: Final = select(loans).where(loans.c.state != LoanState.CLOSED.value)
+_CAME_TOO_LATE: Final = exists().where(
+    attempts.c.loan_id == loans.c.id,
+    attempts.c.end == AttemptEnd.NOT_STARTED.value,
+    attempts.c.reason["code"].as_string() == LOAN_OVER,
+)
+_LOANS: Final = select(loans, _CAME_TOO_LATE.label("takes_no_more")).where(loans.c.state != LoanState.CLOSED.value)
 
 
 def load(conn: Connection, now: float) -> Snapshot:
@@ -199,6 +213,7 @@ def _loans(conn: Connection, statement: Select[Any] = _LOANS) -> Iterable[Loan]:
             expects_more=row["expects_more"],
             engine_lost=row["engine_lost"],
             without_job=without_job_of(row["without_job"]),
+            takes_no_more=bool(row["takes_no_more"]),
         )
 
 

@@ -12,6 +12,9 @@ import pytest
 from lull.agents.protocol.loans import LoanEvent, LoanState, LoanStep
 from lull.agents.protocol.policy import EnginePolicy
 from lull.agents.protocol.wire import (
+    LOAN_OVER,
+    AttemptEnd,
+    AttemptState,
     EngineState,
     HostPressure,
     LoanStepTaken,
@@ -306,6 +309,38 @@ async def test_a_job_that_needs_more_devices_ends_the_sleep_unless_it_is_to_stay
     await deciding()
     opened = await agent.one_order()
     assert (sorted(opened.device_ids), opened.engine_ids, opened.without_job) == (["gpu", "gpu1"], ["alpha"], None)
+
+
+async def test_a_sleep_that_takes_no_more_jobs_is_not_filled_and_ends_for_the_next_one(
+    store: Store, agent: ModelAgent, submit: Submit, deciding: Deciding
+) -> None:
+    """A request wants the engine back while a job runs: the node answers every other job that the loan is over."""
+    order = await asleep(store, agent)
+    first = await submit(hbm_bytes=GIB // 4)
+    await deciding()
+    runs = await agent.one_order()
+    assert runs.attempt.job_id == first
+    await agent.run(runs, runs.attempt)
+    others = [await submit(hbm_bytes=GIB // 4) for _ in range(2)]
+    await deciding()
+    over = Reason(code=LOAN_OVER, sentence="the loan takes no more work")
+    for start in [envelope.order for envelope in await agent.orders()]:
+        await agent.attempt(start, start.attempt, AttemptState.ENDED, end=AttemptEnd.NOT_STARTED, reason=over)
+    others.append(await submit(hbm_bytes=GIB // 4))
+    for _ in range(2):
+        await deciding()
+        assert await agent.orders() == [], "nobody is placed where the node takes no more"
+    for job_id in others:
+        reasons = [reason.code for reason in (await store.get_job(job_id)).reasons]
+        assert ("LoanOpen" in reasons, LOAN_OVER in reasons) == (True, False), "it has no back-off"
+    # The request was given up: the engine would sleep on.
+    await agent.end(runs, runs.attempt, AttemptEnd.EXITED, exit_code=0)
+    await deciding()
+    assert await agent.one_order() == RecallLoan(loan_id=order.loan_id, reason="NeededByJob")
+    await _wakes(agent, order, "NeededByJob")
+    await deciding()
+    opened = await agent.one_order()
+    assert (sorted(spec.job_id for spec in opened.attempts), opened.without_job) == (sorted(others), None)
 
 
 # ---- pressure ----------------------------------------------------------------------------------------------------

@@ -222,13 +222,24 @@ async def test_a_job_that_came_just_as_its_loan_ended_is_placed_again_at_once_bu
         return [each.order for each in await agent.orders() if isinstance(each.order, StartAttempt)]
 
     over = Reason(code=LOAN_OVER, sentence="the loan takes no more work")
-    for _ in range(2):
-        [start] = await starts()
-        assert start.attempt.job_id == job_id
-        await agent.attempt(start, start.attempt, AttemptState.ENDED, end=AttemptEnd.NOT_STARTED, reason=over)
-        assert (await store.get_job(job_id)).state is JobState.QUEUED
-    assert await starts() == []
-    assert len(await starts(11.0)) == 1
+    [start] = await starts()
+    assert start.attempt.job_id == job_id
+    await agent.attempt(start, start.attempt, AttemptState.ENDED, end=AttemptEnd.NOT_STARTED, reason=over)
+    assert await starts() == [], "that loan is not asked again"
+    assert [reason.code for reason in (await store.get_job(job_id)).reasons] == ["LoanOpen"]
+    await agent.end(opened, opened.attempts[0], AttemptEnd.EXITED, exit_code=0)
+    await agent.give_back(opened)
+    await deciding()
+    again = await agent.one_order()
+    assert [spec.job_id for spec in again.attempts] == [job_id], "and the next one has it at once"
+    await agent.lend(again)
+    await agent.attempt(again, again.attempts[0], AttemptState.ENDED, end=AttemptEnd.NOT_STARTED, reason=over)
+    await deciding()
+    [waits] = (await store.get_job(job_id)).reasons
+    assert (waits.code, (await store.get_job(job_id)).state) == (LOAN_OVER, JobState.QUEUED)
+    await agent.give_back(again)
+    await deciding(11.0)
+    assert [spec.job_id for spec in (await agent.one_order()).attempts] == [job_id]
 
 
 async def test_jobs_that_are_too_large_for_one_order_follow_it(
