@@ -32,7 +32,15 @@ from .protocol.capabilities import Capabilities, refusal
 from .protocol.engine_kinds import LOADS_AT_WAKE, MAY_END_AT_PARK, MODES_ARE_FLAGS, known_capabilities
 from .protocol.policy import EnginePolicy
 from .protocol.unified import without_backups
-from .protocol.wire import EngineChanged, EngineState, GateState, HostPressure, ProcessIdentity, Reason
+from .protocol.wire import (
+    EngineChanged,
+    EngineState,
+    GateState,
+    HostPressure,
+    PolicyRefused,
+    ProcessIdentity,
+    Reason,
+)
 from .settings import EngineSettings
 
 log = structlog.get_logger(__name__)
@@ -71,6 +79,7 @@ class EngineBody:
         self._kept_verified = self.data.get("verified")  # in the file, whatever could not be written since
         kept = None if settings.policy_locked else node.journal.policy(engine_id)
         self.policy_version, self.policy = (0, settings.policy) if kept is None else kept
+        self.policy_refused: PolicyRefused | None = None
         self.parks = ParkHistory(
             lambda: self.data,
             lambda parks: self.remember(parks=parks),
@@ -226,6 +235,7 @@ class EngineBody:
             learned=self.parks.learned(),
             pressure=self.pressure,
             tells_requests=self.gate.tells_requests,
+            policy_refused=self.policy_refused,
         )
 
     async def first_look(self, facts: dict[str, DeviceFacts]) -> None:

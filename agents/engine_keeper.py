@@ -21,7 +21,7 @@ from .gates.kept import KeptGate
 from .node import Node
 from .protocol.engine_kinds import MAY_END_AT_PARK, MODES_ARE_FLAGS
 from .protocol.policy import EnginePolicy
-from .protocol.wire import EngineState, GateState, Reason
+from .protocol.wire import EngineState, GateState, PolicyRefused, Reason
 from .settings import EngineSettings
 from .trial import learn_parks
 
@@ -50,7 +50,18 @@ class EngineKeeper(EngineHand):
     # ---- policy -------------------------------------------------------------------------------------------------
 
     def set_policy(self, version: int, policy: EnginePolicy) -> str | None:
-        """Takes a newer policy; returns why not. Other restore modes restart a supervised engine when it is free."""
+        """Takes a newer policy; returns and reports why not. Other modes restart a supervised one when it is free."""
+        refusal = self._policy_refusal(version, policy)
+        if refusal is None:
+            self.node.journal.set_policy(self.engine_id, version, policy)
+            self.policy_version, self.policy, self.policy_refused = version, policy, None
+            self.poke()
+        elif version >= self.policy_version and policy != self.policy:
+            self.policy_refused = PolicyRefused(version=version, sentence=refusal)
+        self.report()
+        return refusal
+
+    def _policy_refusal(self, version: int, policy: EnginePolicy) -> str | None:
         if version < self.policy_version:
             return f"policy version {version} is older than {self.policy_version}"
         if self.settings.policy_locked:
@@ -60,13 +71,7 @@ class EngineKeeper(EngineHand):
         fixed = self.process is None and MODES_ARE_FLAGS[self.settings.kind]
         if refusal is None and fixed and changes_modes:
             refusal = "restore modes of an attached engine are fixed by whoever started it"
-        if refusal is not None:
-            return refusal
-        self.node.journal.set_policy(self.engine_id, version, policy)
-        self.policy_version, self.policy = version, policy
-        self.report()
-        self.poke()
-        return None
+        return refusal
 
     async def probe(self) -> None:
         """Asks it what it can do, and tells the operator where that is not what its policy wants."""

@@ -238,6 +238,11 @@ class AttemptChanged(Message):
     processes: dict[str, ProcessIdentity] = Field(default_factory=dict)  # "runner", "job"
 
 
+class PolicyRefused(Message):
+    version: int
+    sentence: str
+
+
 class EngineChanged(Message):
     kind: Literal["engine_changed"] = "engine_changed"
     engine_id: str
@@ -260,6 +265,7 @@ class EngineChanged(Message):
     learned: Learned | None = None  # what its parks were seen to do; None: this agent does not tell
     pressure: HostPressure | None = None  # its policy wants it parked now
     tells_requests: bool | None = None  # whether its gate sees requests while it is closed; None: it does not tell
+    policy_refused: PolicyRefused | None = None  # the newest that was offered, where the agent does not obey it
 
 
 class DeviceProcess(Message):

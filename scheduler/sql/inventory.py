@@ -77,9 +77,12 @@ def engine_values(report: EngineChanged) -> dict[str, Any]:
     # What it said once stays known while an agent that started again has not asked it yet.
     known = None if report.capabilities is None else report.capabilities.model_dump(mode="json")
     learned = None if report.learned is None else report.learned.model_dump(mode="json")
+    # What it said of an older policy is over by the version; it is told anew at every registration.
+    refused = None if report.policy_refused is None else report.policy_refused.model_dump(mode="json")
     return {
         **({} if known is None else {"capabilities": known}),
         **({} if learned is None else {"learned": learned}),
+        **({} if refused is None else {"policy_refused": refused}),
         "name": report.name,
         "kind": report.engine_kind,
         "models": report.models,

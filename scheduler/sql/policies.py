@@ -27,7 +27,9 @@ def put(
     if found.policy_locked:
         raise PolicyLocked(found.id)
     # First: a request whose answer was lost is sent again, against a version that is over by its own doing.
-    if policy == found.policy:
+    # One that its agent refused is offered to it again: what stood against it may be gone.
+    anew = found.policy_refused is not None and expected_version in (None, found.policy_version)
+    if policy == found.policy and not anew:
         return policy_of(found)
     if expected_version is not None and expected_version != found.policy_version:
         raise VersionConflict(expected_version, found.policy_version)

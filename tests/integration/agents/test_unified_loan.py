@@ -11,6 +11,7 @@ from pathlib import Path
 from lull.agents.probe_nvml import host_bytes
 from lull.agents.protocol.capabilities import loses_weights
 from lull.agents.protocol.policy import EnginePolicy
+from lull.agents.protocol.wire import PolicyInForce, Registered
 from lull.vmm.tags import RestoreMode
 from tests.agent_node import MIB
 from tests.engines.stand_in_node import StandInUnderTest, stand_in_node
@@ -60,6 +61,14 @@ async def test_an_engine_that_loads_its_weights_again_is_lent_on_unified_memory(
         # A backup would free nothing, and whoever sets such a policy is told so.
         wanted = EnginePolicy(restore_modes={"model_weights": RestoreMode.CPU, "kv_cache": RestoreMode.NONE})
         assert "on unified memory" in (node.keeper().set_policy(1, wanted) or "")
+        offered = PolicyInForce(engine_id=node.keeper().engine_id, version=2, policy=wanted)
+        answer = Registered(incarnation=0, term=0, lease_seconds=30, orders_after=0, acknowledged=0, policies=[offered])
+        await node.daemon._on_registered(answer)
+        told = node.reports("engine_changed")[-1]
+        assert (told["policy_version"], told["policy_refused"]["version"]) == (0, 2)
+        assert "on unified memory" in told["policy_refused"]["sentence"]
+        assert node.keeper().set_policy(3, node.keeper().policy) is None
+        assert node.reports("engine_changed")[-1]["policy_refused"] is None
         living = asyncio.create_task(host.live())
         # The host has hardly more than the job needs; that it changes with every look is no reason to wait.
         host.available_bytes = opened.reserve_bytes + 15 * MIB

@@ -7,7 +7,7 @@ import pytest
 
 from lull.agents.protocol.capabilities import Capabilities, ParkPlan
 from lull.agents.protocol.policy import EnginePolicy
-from lull.agents.protocol.wire import OrderAnswer
+from lull.agents.protocol.wire import OrderAnswer, PolicyRefused, SetPolicy
 from lull.cli.engine import engine_lines
 from lull.cli.engine_policy import policy_lines
 from lull.scheduler.store import Store
@@ -189,6 +189,30 @@ async def test_a_policy_that_its_agent_refuses_is_said_so_until_it_is_mended(
     assert (await http.get("/engines/alpha")).json().get("policy_refused") is None, "it is in force after all"
     await http.put("/engines/alpha/policy", json=_policy())
     assert (await http.get("/engines/alpha/policy")).json().get("refused") is None, "another one"
+
+
+async def test_a_policy_that_was_refused_from_the_registration_s_list_is_said_so_and_may_be_asked_for_anew(
+    http: httpx.AsyncClient, node: WireNode, store: Store
+) -> None:
+    wanted = _policy(settle_samples=7)
+    await http.put("/engines/alpha/policy", json=wanted)
+    assert [policy.version for policy in (await node.register()).policies if policy.engine_id == "node-1-alpha"] == [2]
+    told = node.engine("alpha").engine
+    refused = told.model_copy(update={"policy_refused": PolicyRefused(version=2, sentence="no room for that")})
+    assert (await node.report(refused.model_dump(mode="json"))).is_success
+    assert (await http.get("/engines/alpha")).json()["policy_refused"] == "no room for that"
+    assert (await node.report(told.model_dump(mode="json"))).is_success
+    assert (await http.get("/engines/alpha")).json()["policy_refused"] == "no room for that", "nothing new was said"
+
+    late = await http.put("/engines/alpha/policy", json=wanted, headers={"If-Match": '"1"'})
+    assert (late.status_code, late.json()["version"]) == (200, 2), "the answer to the first was lost"
+    again = await http.put("/engines/alpha/policy", json=wanted)
+    assert (again.status_code, again.json()["version"], again.json().get("refused")) == (200, 3, None)
+    [order] = await store.orders_after(node.node_id, node.after)
+    assert isinstance(order.order, SetPolicy)
+    assert order.order.version == 3
+    assert (await http.put("/engines/alpha/policy", json=wanted)).json()["version"] == 3, "it is under way"
+    assert (await http.get("/engines/alpha")).json().get("policy_refused") is None
 
 
 async def test_the_restore_modes_of_an_attached_engine_cannot_be_changed(
