@@ -191,7 +191,8 @@ class AgentNode:
         with _cut_off():
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks, timeout=20)
+            _, left = await asyncio.wait(tasks, timeout=20)
+            assert not left, f"cut off, and still there: {left}"
             del tasks
             self._forget_daemon()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ..loopback import loopback_client
 from ..protocol.wire import GateState, ProcessIdentity
 from .base import ClosedTerms, GateObservation, GateRefused, GateRouteUnknown, GateUnreachable
 
@@ -75,18 +75,6 @@ class GatewayGate:
     def __init__(self, control: Path, *, call_seconds_max: float = CALL_SECONDS_MAX) -> None:
         self._control = control
         self._call_seconds_max = call_seconds_max
-        # No connection is kept, so there is nothing to close. No TLS here: loading certificates takes 20 ms.
-        transport = httpx.AsyncHTTPTransport(
-            uds=str(control),
-            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
-            limits=httpx.Limits(max_keepalive_connections=0),
-        )
-        self._client = httpx.AsyncClient(
-            transport=transport,
-            base_url="http://gateway",
-            trust_env=False,
-            timeout=None,  # noqa: S113 (asyncio.timeout bounds the whole call)
-        )
 
     async def info(self) -> GatewayInfo:
         return _parse(GatewayInfo, await self._call("GET", "/info"))
@@ -140,8 +128,12 @@ class GatewayGate:
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, wait_seconds: float = 0.0
     ) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(self._call_seconds_max + wait_seconds):
-                response = await self._client.request(method, path, json=body)
+            # A client that outlives its call keeps a connection for ever that was cancelled right after it was made.
+            async with (
+                asyncio.timeout(self._call_seconds_max + wait_seconds),
+                loopback_client(httpx.Timeout(None), socket=self._control, base_url="http://gateway") as client,
+            ):
+                response = await client.request(method, path, json=body)
         except (httpx.TransportError, OSError) as error:
             text = str(error) or type(error).__name__
             raise GateUnreachable(f"gateway at {self._control}: {method} {path}: {text}") from error
