@@ -245,8 +245,11 @@ class AttemptDir:
 
     def log_bytes(self) -> dict[str, int] | None:
         """Of each stream as far as they are known, once the attempt has ended."""
-        record = self._known("exit.json", _LENGTHS)
-        return None if record is None else record.log_bytes or {}
+        record = self.read("exit.json")
+        try:
+            return None if record is None else _LENGTHS.validate_python(record).log_bytes or {}
+        except ValidationError:  # the attempt has ended all the same
+            return {}
 
     def _known(self, name: str, shape: TypeAdapter[_T]) -> _T | None:
         """As `read` does; BadRecord also for values of other kinds than their writer leaves there."""

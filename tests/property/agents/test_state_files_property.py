@@ -231,6 +231,8 @@ def test_the_record_that_a_runner_leaves_is_read_whole(tmp_path: Path) -> None:
 
 @any_file
 @given(raw=odd_bytes(EXIT))
+@example(raw=json.dumps({**EXIT, "log_bytes": []}).encode())
+@example(raw=json.dumps({**EXIT, "log_bytes": {"stdout": "x"}}).encode())
 def test_a_record_of_an_attempt(raw: bytes) -> None:
     with file_of(raw, "exit.json") as path:
         directory = AttemptDir(path.parent)
