@@ -68,7 +68,7 @@ class Upstream:
         self.client = httpx.AsyncClient(
             base_url=server_url.rstrip("/") + "/api/v1",
             timeout=httpx.Timeout(_CALL_SECONDS, connect=5.0),
-            # A connection that is cancelled right after it was made stays in the pool: a bound would be used up some day.
+            # One that is cancelled right after it was made stays in the pool: a bound would be used up some day.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
             trust_env=False,
             verify=NO_TLS if server_url.startswith("http://") else True,
