@@ -14,7 +14,7 @@ import pytest
 
 from lull.agents.journal import boottime
 from lull.agents.protocol.loans import LoanState, LoanStep
-from lull.agents.protocol.wire import OpenLoan, RecallLoan, SetRestoreBy, StartAttempt, WithoutJob
+from lull.agents.protocol.wire import AttemptSpec, OpenLoan, RecallLoan, SetRestoreBy, StartAttempt, WithoutJob
 from tests.agent_node import AgentNode, EngineUnderTest, agent_node
 
 STATES = ["draining", "parking", "settling", "lent", "recalling", "waking", "verifying", "closed"]
@@ -223,16 +223,22 @@ async def test_one_that_is_refused_wakes_every_engine_that_serves_its_model(tmp_
         assert (await node.ask("m")).status_code == 200
 
 
+async def runs_until_told(node: AgentNode, pipe: Path) -> AttemptSpec:
+    """A job in the sleep, which ends once something is written to ``pipe``."""
+    os.mkfifo(pipe)
+    job = node.job([sys.executable, "-c", f"print('up', flush=True); print(open({str(pipe)!r}).read())"])
+    await node.order(StartAttempt(loan_id="loan-1", attempt=job))
+    await node.until(lambda: node.log_of(job.attempt_id) == b"up\n", "the job runs")
+    return job
+
+
 async def test_a_job_runs_in_the_sleep_and_a_request_waits_for_its_end(tmp_path: Path) -> None:
     async with agent_node(tmp_path, sleeper()) as node:
         before = (await node.ask()).json()["choices"]
         await park(node)
         await asleep(node)
         pipe = tmp_path / "pipe"
-        os.mkfifo(pipe)
-        job = node.job([sys.executable, "-c", f"print('up', flush=True); print(open({str(pipe)!r}).read())"])
-        await node.order(StartAttempt(loan_id="loan-1", attempt=job))
-        await node.until(lambda: node.log_of(job.attempt_id) == b"up\n", "the job runs")
+        job = await runs_until_told(node, pipe)
         held = asyncio.create_task(node.ask())
         keeper = node.keeper()
 
@@ -256,10 +262,7 @@ async def test_jobs_that_come_one_after_the_other_do_not_keep_a_request_waiting(
         await park(node)
         await asleep(node)
         pipe = tmp_path / "pipe"
-        os.mkfifo(pipe)
-        first = node.job([sys.executable, "-c", f"print('up', flush=True); print(open({str(pipe)!r}).read())"])
-        await node.order(StartAttempt(loan_id="loan-1", attempt=first))
-        await node.until(lambda: node.log_of(first.attempt_id) == b"up\n", "the job runs")
+        first = await runs_until_told(node, pipe)
         held = asyncio.create_task(node.ask())
 
         async def takes_another() -> bool:

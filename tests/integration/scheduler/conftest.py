@@ -11,7 +11,7 @@ from lull.agents.protocol.wire import OpenLoan
 from lull.scheduler.decide import decide
 from lull.scheduler.requests import JobRequest
 from lull.scheduler.store import Store
-from tests.model_agent import ModelAgent
+from tests.model_agent import GIB, ModelAgent, device, engine
 
 
 @pytest.fixture
@@ -45,10 +45,18 @@ def deciding(store: Store) -> Callable[..., Awaitable[int]]:
 
 
 @pytest.fixture
+async def agent(store: Store) -> ModelAgent:
+    """A node whose one device is filled by an engine; a file that wants another one has its own."""
+    agent = ModelAgent(store, devices=[device("gpu", free=GIB // 4)], engines=[engine("alpha", {"gpu": GIB // 2})])
+    await agent.register()
+    return agent
+
+
+@pytest.fixture
 async def running(
     agent: ModelAgent, submit: Callable[..., Awaitable[str]], deciding: Callable[..., Awaitable[int]]
 ) -> OpenLoan:
-    """A loan in which a job runs, on the ``agent`` of the test's own file."""
+    """A loan in which a job runs, on ``agent``."""
     await submit()
     await deciding()
     order = await agent.one_order()

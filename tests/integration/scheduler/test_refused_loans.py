@@ -25,14 +25,6 @@ Submit = Callable[..., Awaitable[str]]
 Deciding = Callable[..., Awaitable[int]]
 
 
-@pytest.fixture
-async def agent(store: Store) -> ModelAgent:
-    """A node whose one device is filled by an engine."""
-    agent = ModelAgent(store, devices=[device("gpu", free=GIB // 4)], engines=[engine("alpha", {"gpu": GIB // 2})])
-    await agent.register()
-    return agent
-
-
 async def types(store: Store, type_: str) -> list[Any]:
     return await store.events_after(0, 1000, types=[type_])
 

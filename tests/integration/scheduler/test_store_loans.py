@@ -37,14 +37,6 @@ Deciding = Callable[..., Awaitable[int]]
 
 
 @pytest.fixture
-async def agent(store: Store) -> ModelAgent:
-    """A node whose one device is filled by an engine."""
-    agent = ModelAgent(store, devices=[device("gpu", free=GIB // 4)], engines=[engine("alpha", {"gpu": GIB // 2})])
-    await agent.register()
-    return agent
-
-
-@pytest.fixture
 async def opened(store: Store, agent: ModelAgent, submit: Submit, deciding: Deciding) -> OpenLoan:
     await submit(hbm_bytes=GIB // 2)
     await deciding()
