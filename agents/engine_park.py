@@ -57,9 +57,8 @@ async def parked_or_not(
                 raise EngineLost(f"engine {engine.name} is parked without the tags {sorted(policy.restore_modes)}")
             engine.set_state(EngineState.PARKED)
             return seen
-        taken_by = began if answered else min(deadline, began + _TAKEN_SECONDS)
-        if not answered and isinstance(engine.adapter, ParksUnseen) and engine.adapter.may_park_yet():
-            taken_by = deadline
+        unseen_seconds = engine.adapter.unseen_seconds_max() if isinstance(engine.adapter, ParksUnseen) else 0.0
+        taken_by = began if answered else min(deadline, began + max(_TAKEN_SECONDS, unseen_seconds))
         if running >= _RUNNING_LOOKS and loop.time() >= taken_by:
             engine.forget_capabilities()  # the call may have taught its adapter something
             return seen

@@ -96,6 +96,6 @@ class ParksUnseen(Protocol):
     """An adapter whose engine may say `running` while a park call is still at work on it. With every other one, a call
     that was taken shows in the next look."""
 
-    def may_park_yet(self) -> bool:
-        """Whether the last park call, whose answer nobody has seen, may still be at work."""
+    def unseen_seconds_max(self) -> float:
+        """How long the last park call, whose answer nobody has seen, may still be at work; inf: nobody knows."""
         ...

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -112,10 +113,11 @@ class CommandAdapter:
     async def resume(self, policy: EnginePolicy, seconds_max: float) -> None:
         _judge("resume", await self._change(self._settings.resume_command, policy, seconds_max, WAKING, WAKE_KILLED))
 
-    def may_park_yet(self) -> bool:
+    def unseen_seconds_max(self) -> float:
         """Until its command has ended by itself: what one that was killed had begun elsewhere may go on."""
         told = self._ledger.read()
-        return told.get("state") == PARK_KILLED or (told.get("state") == PARKING and not told.get("processes"))
+        unknown = told.get("state") == PARK_KILLED or (told.get("state") == PARKING and not told.get("processes"))
+        return math.inf if unknown else 0.0
 
     def _at_work(self) -> Observation | None:
         """Changing, while a command that an earlier agent has begun lives."""

@@ -25,6 +25,7 @@ from .http_call import accepted, bearer, call, is_our_fault, json_object, object
 _STATUS_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.05
 _POLL_SECONDS_MAX: Final = 1.0
+_UNLOAD_SECONDS_MAX: Final = 30.0  # of a call that nobody waits for any more
 
 _STATES: Final = {
     "loaded": EngineState.RUNNING,
@@ -88,9 +89,9 @@ class LlamaServerAdapter:
         await self._post("/models/unload", seconds_max)
         await self._until("unloaded", deadline)
 
-    def may_park_yet(self) -> bool:
+    def unseen_seconds_max(self) -> float:
         """The unload is answered before it is done, and the model is listed as loaded until then."""
-        return True
+        return _UNLOAD_SECONDS_MAX
 
     async def resume(self, policy: EnginePolicy, seconds_max: float) -> None:
         del policy

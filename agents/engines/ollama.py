@@ -25,6 +25,7 @@ from .http_call import accepted, bearer, call, is_our_fault, json_object, object
 _STATUS_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.25  # as its own wait for memory, which it gives up after 5 s
 _STOPPING_SECONDS_MAX: Final = 5.0
+_UNLOAD_SECONDS_MAX: Final = 30.0  # of a call that nobody waits for any more
 _KEEP: Final = -1  # for ever
 
 
@@ -78,9 +79,9 @@ class OllamaAdapter:
                 raise EngineRefused(200, f"the model is still listed by /api/ps {_STOPPING_SECONDS_MAX:.0f} s later")
             await asyncio.sleep(_POLL_SECONDS)
 
-    def may_park_yet(self) -> bool:
+    def unseen_seconds_max(self) -> float:
         """A model that is being unloaded is listed as one that is not."""
-        return True
+        return _UNLOAD_SECONDS_MAX
 
     async def resume(self, policy: EnginePolicy, seconds_max: float) -> None:
         del policy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import resource
 import shutil
@@ -252,7 +253,7 @@ async def test_a_command_that_outlives_its_agent_is_seen_by_the_next_one(tmp_pat
     await first
     after = adapter(left)  # it ended by itself, and nobody saw with what code
     assert (await after.observe()).state is EngineState.RUNNING
-    assert not after.may_park_yet()
+    assert after.unseen_seconds_max() == 0
 
 
 async def test_a_wake_that_outlives_its_agent_is_not_begun_twice(tmp_path: Path) -> None:
@@ -270,10 +271,10 @@ async def test_what_a_killed_park_command_began_may_go_on(tmp_path: Path) -> Non
     ledger = tmp_path / "ledger.json"
     with pytest.raises(EngineTimedOut):
         await adapter(ledger, park_command=["sleep", "60"]).park(EnginePolicy(), 0.1)
-    assert adapter(ledger).may_park_yet()
+    assert math.isinf(adapter(ledger).unseen_seconds_max())
     with pytest.raises(EngineTimedOut):
         await adapter(ledger, park_command=["false"]).park(EnginePolicy(), 5)
-    assert not adapter(ledger).may_park_yet(), "it ended by itself"
+    assert adapter(ledger).unseen_seconds_max() == 0, "it ended by itself"
     with pytest.raises(EngineUnreachable):
         await adapter(ledger, park_command=["/nowhere/park"]).park(EnginePolicy(), 5)
-    assert not adapter(ledger).may_park_yet()
+    assert adapter(ledger).unseen_seconds_max() == 0
