@@ -39,6 +39,7 @@ POLL_SECONDS_FIRST: Final = 0.02
 CLOCK_SKEW_SECONDS_MAX: Final = 60.0  # a signed call is good for 300 s; more is no accident
 POLL_SECONDS_MAX: Final = 1.0  # a signed status costs a nonce for 301 s
 _BACK_OFF_SECONDS_MAX: Final = 60.0
+RESUMES_MAX: Final = 8  # over a minute or more, each with room proved: only a restart brings such an engine back
 _BYTES_BACK_SHARE: Final = 0.95
 _ROOM_ALERT_SECONDS: Final = 10.0
 _GOLDEN_KEPT_MAX: Final = 8
@@ -148,23 +149,33 @@ class EngineHand(EngineBody):
         self,
         step: StepSink,
         policy: EnginePolicy | None = None,
-        on_out_of_memory: Callable[[], None] = lambda: None,
+        on_out_of_memory: Callable[[str], None] = lambda said: None,
     ) -> None:
-        """Parked to running, with its bytes back: one resume call per proof of room. Raises EngineLost."""
+        """Parked to running, with its bytes back: one resume call per proof of room. Raises EngineLost.
+
+        ``on_out_of_memory``: called with the engine's words whenever it is still parked after one.
+        """
         policy = policy or self.policy
         try:
             await self._wake(step, policy, on_out_of_memory)
         finally:
             self.room_taken()
 
-    async def _wake(self, step: StepSink, policy: EnginePolicy, on_out_of_memory: Callable[[], None]) -> None:
+    async def _wake(self, step: StepSink, policy: EnginePolicy, on_out_of_memory: Callable[[str], None]) -> None:
         facts: dict[str, DeviceFacts] | None
         facts, seen = await asyncio.gather(self.node.look(), self.adapter.observe())
         if seen.state not in (EngineState.RUNNING, EngineState.PARKED):
             facts, seen = None, await self.settled_state(policy.resume_seconds_max, "")
-        back_off = 0.5
+        back_off, resumes = 0.5, 0
+        said = ""
         while seen.state is not EngineState.RUNNING:
-            said = ""
+            if resumes >= RESUMES_MAX:
+                self.remember(condemned=self.incarnation)
+                raise EngineLost(
+                    f"engine {self.name} is still parked after {resumes} resumes with room for it {said}".strip(),
+                    timed_out=True,
+                )
+            said, resumes = "", resumes + 1
             await self.prove_room(step, facts)
             facts = None
             step(LoanStep.RESUME_SENT, {})
@@ -176,7 +187,7 @@ class EngineHand(EngineBody):
             seen = await self.settled_state(policy.resume_seconds_max, said)
             if seen.state is EngineState.PARKED:
                 self.room_taken()
-                on_out_of_memory()
+                on_out_of_memory(said)
                 log.warning("the engine is still parked after a resume", engine=self.name, said=said)
                 await asyncio.sleep(back_off)
                 back_off = min(_BACK_OFF_SECONDS_MAX, back_off * 2)

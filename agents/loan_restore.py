@@ -40,9 +40,9 @@ async def restore(loan: Loan) -> None:
 async def _restore_engine(loan: Loan, engine: EngineKeeper, still_waking: set[str]) -> None:
     policy = loan.policy_of(engine)
 
-    def out_of_memory() -> None:
+    def out_of_memory(said: str) -> None:
         if loan.state is LoanState.WAKING:
-            sentence = f"engine {engine.name} could not be woken and is still parked; it is tried again"
+            sentence = f"engine {engine.name} could not be woken and is still parked; it is tried again. {said}".strip()
             loan.take(LoanEvent.WAKE_OUT_OF_MEMORY, Reason(code="WakeOutOfMemory", sentence=sentence), engine)
             loan.node.alert("critical", "wake_out_of_memory", sentence, engine_id=engine.engine_id)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lull.agents import attempt_run, engine_keeper
+from lull.agents import attempt_run, engine_hand, engine_keeper
 from lull.agents.engine_process import ENGINE_MARK
 from lull.agents.engines.base import Observation
 from lull.agents.engines.http_call import call
@@ -350,6 +350,25 @@ async def test_a_wrong_key_is_said_and_the_engine_is_left_running(tmp_path: Path
         key.write_text(right)
         await node.ready()
         assert keeper.incarnation == first
+
+
+async def test_an_engine_that_stays_parked_over_every_resume_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound on the call that no call can keep: a mended policy rules from the next loan on, and that never came."""
+    monkeypatch.setattr(engine_hand, "RESUMES_MAX", 2)
+    async with agent_node(tmp_path, EngineUnderTest(policy={"resume_seconds_max": 0.001})) as node:
+        first = node.keeper().incarnation
+        await node.open_loan(node.job(["true"]))
+        await node.until(lambda: "faulted" in node.states(), "it is given up")
+        reason = node.last_reason()
+        assert reason is not None
+        assert "still parked after 2 resumes" in reason["sentence"]
+        await node.until_closed()
+        await node.ready()
+        assert node.keeper().incarnation != first
+        assert node.steps().count(LoanStep.RESUME_SENT) == 2
+        assert (await node.ask()).status_code == 200
 
 
 async def test_a_loan_that_ends_while_it_settles_says_why(tmp_path: Path) -> None:
