@@ -81,7 +81,7 @@ class Daemon:
         devices = open_devices(settings)
         self.journal, corrupt = open_journal(self.data_dir, reserve, devices)
         self.node = Node(settings, self.journal, devices)
-        self.file = NodeFile(self.data_dir / "node.json", _new_id)
+        self.file = NodeFile(self.data_dir / "node.json", _new_id, self.journal)
         try:
             self.node_id = self.file.id_of("node")
         except OSError as error:

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final, Protocol, cast
 
 import structlog
 from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
@@ -127,21 +127,37 @@ def fitting(path: Path, shapes: Mapping[str, TypeAdapter[Any]], *, whole: bool =
     return kept
 
 
-class NodeFile:
-    """The ids of the node and of its engines, given once and kept."""
+class IdKeeper(Protocol):
+    """The journal: its open loans name engines by their ids, so it has to know them whatever becomes of the file."""
 
-    def __init__(self, path: Path, new_id: Callable[[], str]) -> None:
+    def meta(self, key: str) -> str | None: ...
+    def set_meta(self, key: str, value: str) -> None: ...
+
+
+class NodeFile:
+    """The ids of the node and of its engines, given once and kept: here, and in the journal beside its loans.
+
+    Either one may be lost; both of them only make a new node.
+    """
+
+    def __init__(self, path: Path, new_id: Callable[[], str], journal: IdKeeper) -> None:
         self._path = path
         self._new_id = new_id
+        self._journal = journal
         self._value = read_json(path)
 
     def id_of(self, what: str) -> str:
         """``what``: ``node``, ``machine`` or ``engine:NAME``. Raises OSError: an id that is not kept is none."""
+        key = f"id_of_{what}"
+        known = self._journal.meta(key)
         if not _is_id(self._value.get(what)):
-            value = {**self._value, what: self._new_id()}
+            value = {**self._value, what: known or self._new_id()}
             replace_json(self._path, value)
             self._value = value
-        return str(self._value[what])
+        found = str(self._value[what])
+        if known != found:
+            self._journal.set_meta(key, found)
+        return found
 
 
 def _is_id(value: object) -> bool:

@@ -236,3 +236,28 @@ async def test_what_is_written_down_already_needs_no_room(tmp_path: Path) -> Non
                 keeper.released()
                 disk.clear()
             await node.ready()
+
+
+@pytest.mark.parametrize("damage", [b"{", None], ids=["damaged", "gone"])
+async def test_a_node_whose_file_is_lost_is_the_same_node_and_brings_back_what_it_lent(
+    tmp_path: Path, exits: list[int], damage: bytes | None
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    async with agent_node(tmp_path) as node:
+        before = (await node.ask()).json()["choices"]
+        known = (tmp_path / "agent" / "node.json").read_bytes()
+        await lent(node, [sys.executable, "-c", WAITS, str(pipe)])
+        await node.crash()
+        if damage is None:
+            (tmp_path / "agent" / "node.json").unlink()
+        else:
+            (tmp_path / "agent" / "node.json").write_bytes(damage)
+        await node.start()
+        assert json.loads((tmp_path / "agent" / "node.json").read_bytes()) == json.loads(known)
+        pipe.write_text("on")
+        await node.order(RecallLoan(loan_id="loan-1", reason="test"))
+        await node.until(lambda: node.state() is LoanState.CLOSED or exits, "the engine comes back")
+        assert not exits
+        await node.ready()
+        assert (await node.ask()).json()["choices"] == before

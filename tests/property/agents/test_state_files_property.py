@@ -21,6 +21,7 @@ from lull.agents.device_opening import _Record
 from lull.agents.engine_facts import read_facts
 from lull.agents.engine_process import EngineProcess
 from lull.agents.engines.ledger import Ledger
+from lull.agents.journal import Journal
 from lull.agents.main import _tell_running
 from lull.agents.node_files import NodeFile, read_json, replace_json
 from lull.agents.opening import refuse_copy
@@ -153,10 +154,13 @@ def test_the_process_of_an_engine(raw: bytes) -> None:
 @example(raw=b'{"node": "0198-n"}')
 def test_the_ids_of_a_node(raw: bytes) -> None:
     with file_of(raw, "node.json") as path:
-        file = NodeFile(path, lambda: "fresh")
+        file = NodeFile(path, lambda: "fresh", Journal(path.with_name("journal.sqlite")))
         ids = [file.id_of("node"), file.id_of("engine:alpha")]
         assert all(0 < len(each.encode("ascii")) <= 100 for each in ids)
-        assert [NodeFile(path, lambda: "other").id_of(what) for what in ("node", "engine:alpha")] == ids
+        for lost in ("journal.sqlite", "node.json"):  # either one, and they are the same
+            path.with_name(lost).unlink()
+            again = NodeFile(path, lambda: "other", Journal(path.with_name("journal.sqlite")))
+            assert [again.id_of(what) for what in ("node", "engine:alpha")] == ids
 
 
 GPU = NvidiaDevice("GPU-1", "H200", 10**11, unified=False)

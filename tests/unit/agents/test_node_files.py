@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lull.agents.disk_reserve import RESERVE_NAME, DiskReserve
+from lull.agents.journal import Journal
 from lull.agents.node_files import NodeFile, read_json, replace_json
 from tests.small_disk import small_disk
 
@@ -46,9 +47,10 @@ def test_a_full_disk_gives_its_reserve_for_a_small_file(tmp_path: Path) -> None:
 
 def test_an_id_that_cannot_be_kept_is_not_given(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
-        file = NodeFile(disk.path / "node.json", lambda: "x" * 8000)
+        file = NodeFile(disk.path / "node.json", lambda: "x" * 8000, Journal(tmp_path / "journal.sqlite"))
         disk.fill()
         with pytest.raises(OSError):
             file.id_of("node")
         disk.clear()
-        assert NodeFile(disk.path / "node.json", lambda: "new").id_of("node") == "new"
+        journal = Journal(tmp_path / "journal.sqlite")
+        assert NodeFile(disk.path / "node.json", lambda: "new", journal).id_of("node") == "new"
